@@ -1,0 +1,29 @@
+"""The errors a user can meet. Each message says what was expected, what was found, where, and one thing to do."""
+
+
+class EntrainError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class WorkloadError(EntrainError):
+    """The data is wrong: a missing dataset, a broken image, a placeholder without its image."""
+
+
+class PlanError(EntrainError):
+    """A plan is inconsistent, does not fit the cluster, or no plan exists under the given limits."""
+
+
+class AssignmentError(EntrainError):
+    """An assignment loses or repeats an item, breaks precedence or a memory cap."""
+
+
+class ScheduleError(EntrainError):
+    """A schedule repeats or omits an action, or its dependencies cannot be met."""
+
+
+class SolverError(EntrainError):
+    """A solver is missing, or stopped without an answer."""
+
+
+class RuntimeConfigError(EntrainError):
+    """The launch, recipe or model cannot be executed as configured."""

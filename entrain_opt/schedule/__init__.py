@@ -1,0 +1,1 @@
+"""Who does what when: pure, deterministic lists of actions that the simulator and the runtime both replay."""
