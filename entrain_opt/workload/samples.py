@@ -63,7 +63,9 @@ class SampleTable:
 
     def sum_media(self, values: ArrayLike) -> NDArray[np.float64]:
         """[N] sums of a media column over each sample's items; 0 without media."""
-        return np.bincount(self.media_sample, weights=np.asarray(values, dtype=np.float64), minlength=len(self))
+        return np.bincount(self.media_sample, weights=np.asarray(values, dtype=np.float64), minlength=len(self)).astype(
+            np.float64
+        )
 
     @property
     def total_tokens(self) -> IntArray:
