@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.spec.folder import find_model_folder, first_value, read_json
 from entrain_opt.workload.dataset import ChatSample
-from entrain_opt.workload.folder import first_value, read_json
 from entrain_opt.workload.samples import MEDIA_KINDS
 
 IGNORED_LABEL = -100
@@ -93,17 +93,18 @@ class ChatEncoder:
         """
         from transformers import AutoTokenizer
 
-        config = read_json(Path(model_folder) / "config.json")
+        folder = find_model_folder(model_folder)
+        config = read_json(folder / "config.json")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(model_folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise RuntimeConfigError(
-                f"{model_folder}: expected a tokenizer (tokenizer.json, tokenizer_config.json): {error}"
+                f"{folder}: expected a tokenizer (tokenizer.json, tokenizer_config.json): {error}"
             ) from error
         if max_tokens is None:
             max_tokens = context_tokens(config)
         if max_tokens is None:
-            raise RuntimeConfigError(f"{model_folder}/config.json: no max_position_embeddings; give max_tokens.")
+            raise RuntimeConfigError(f"{folder}/config.json: no max_position_embeddings; give max_tokens.")
         return cls(tokenizer, media_token_ids=media_token_ids(config), max_tokens=max_tokens)
 
     def encode(self, sample: ChatSample, media_tokens: Sequence[int]) -> EncodedSample:

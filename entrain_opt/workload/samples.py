@@ -75,7 +75,7 @@ class SampleTable:
     def take(self, rows: ArrayLike) -> SampleTable:
         """The given rows, in the given order; a row may repeat."""
         rows = np.asarray(rows, dtype=np.int64)
-        counts = self.media_counts[rows]
+        counts = self.media_offsets[rows + 1] - self.media_offsets[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         media_rows = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - self.media_offsets[rows], counts)
         return SampleTable(
