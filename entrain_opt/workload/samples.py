@@ -73,8 +73,10 @@ class SampleTable:
         return self.text_tokens + self.sum_media(self.media_tokens).astype(np.int64)
 
     def take(self, rows: ArrayLike) -> SampleTable:
-        """The given rows, in the given order; a row may repeat."""
-        rows = np.asarray(rows, dtype=np.int64)
+        """The given rows (numbers, or a boolean per row), in the given order; a row may repeat."""
+        rows = np.asarray(rows)
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64)
+        rows = np.where(rows < 0, rows + len(self), rows)
         counts = self.media_offsets[rows + 1] - self.media_offsets[rows]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         media_rows = np.arange(offsets[-1]) - np.repeat(offsets[:-1] - self.media_offsets[rows], counts)
