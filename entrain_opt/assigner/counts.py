@@ -34,7 +34,11 @@ def choose_placement(work: SampleWork, place: Callable[[SampleWork, int], Placem
     """
     ranks, fewest = work.shape.num_ranks, work.fewest_microbatches()
     counts = sorted({min(max(ranks * multiple, fewest), work.num_samples) for multiple in _MULTIPLES})
-    placements = [place(work, count) for count in counts]
+    placements = []
+    for count in counts:
+        placements.append(place(work, count))
+        if placements[-1].num_microbatches < count:
+            break  # the policy has no use for more
     seconds = [estimate_iteration_seconds(work, placement) for placement in placements]
     return placements[int(np.argmin(seconds))]
 

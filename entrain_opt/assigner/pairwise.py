@@ -20,7 +20,7 @@ Where the paper says nothing:
   same for both.
 
 Promise: no sample above a cap, none before its encoder part, and the largest language-model load of step 1 is never
-exceeded by step 2. Price: 3 ms for 128 samples in 32 microbatches.
+exceeded by step 2. Price: 5 ms for 128 samples in 32 microbatches.
 """
 
 from __future__ import annotations
@@ -137,13 +137,17 @@ def defer_pairwise(work: SampleWork, microbatch: IntArray) -> tuple[IntArray, In
     if num_microbatches == 1:
         return microbatch, np.zeros(1, dtype=np.int64)
     plan = plan_deferral(work, microbatch)
-    pairs = np.column_stack([plan.givers, plan.receivers[plan.partner]])
     target = np.arange(num_microbatches)
-    target[pairs[:, 0]] = pairs[:, 1]
+    target[plan.givers] = plan.receivers[plan.partner]
     llm = microbatch.copy()
     llm[plan.deferred] = target[microbatch[plan.deferred]]
-    unpaired = np.setdiff1d(plan.receivers, pairs[:, 1])
-    return llm, np.concatenate([pairs.ravel(), unpaired])
+    return llm, execution_order(plan.givers, plan.receivers, plan.partner)
+
+
+def execution_order(givers: IntArray, receivers: IntArray, partner: IntArray) -> IntArray:
+    """[I + J] microbatches as they run: each giver and at once its receiver, then whoever is unpaired."""
+    paired = receivers[partner]
+    return np.concatenate([np.column_stack([givers, paired]).ravel(), np.setdiff1d(receivers, paired)])
 
 
 def plan_deferral(work: SampleWork, microbatch: IntArray) -> Deferral:
