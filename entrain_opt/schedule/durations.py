@@ -1,0 +1,69 @@
+"""How long every operation of a replica takes, from the costs per item.
+
+A forward or backward takes the sum over the unit's items plus the stage's fixed part. Where the weight gradients run
+on their own, they take `weight_gradient_share` of the sum; the fixed part stays with the input gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrain_opt.assignment import BatchCosts, StageCosts
+from entrain_opt.schedule.graph import WorkGraph, sum_over_units
+
+FloatArray = NDArray[np.float64]
+
+#: Resolution of integer time: the longest operation has this many ticks.
+TICKS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSeconds:
+    """[slots] seconds of each operation, and of sending a slot's output (or the gradient back) to another rank."""
+
+    forward: FloatArray
+    backward: FloatArray
+    backward_input: FloatArray
+    weight: FloatArray
+    transfer: FloatArray
+
+    def operations(self, split: set[int] | list[bool]) -> FloatArray:
+        """[3 * slots] seconds of each operation, for the slots whose weight gradients run on their own."""
+        is_split = np.zeros(len(self.forward), dtype=bool)
+        if isinstance(split, set):
+            is_split[list(split)] = True
+        else:
+            is_split[:] = split
+        return np.concatenate([self.forward, np.where(is_split, self.backward_input, self.backward), self.weight])
+
+
+def slot_seconds(graph: WorkGraph, costs: BatchCosts, stages: StageCosts | None = None) -> SlotSeconds:
+    """Seconds of every operation.
+
+    Args:
+        graph: the work of one replica.
+        costs: of the global batch.
+        stages: `costs.stage_costs(graph.shape)`, if at hand.
+    """
+    stages = stages or costs.stage_costs(graph.shape)
+    columns: dict[str, list[FloatArray]] = {"forward": [], "backward": [], "weight": [], "transfer": []}
+    for stage in range(graph.shape.num_stages):
+        backward = sum_over_units(graph, stage, stages.backward_seconds[stage])
+        columns["forward"].append(
+            sum_over_units(graph, stage, stages.forward_seconds[stage]) + stages.forward_fixed_seconds[stage]
+        )
+        columns["backward"].append(backward + stages.backward_fixed_seconds[stage])
+        columns["weight"].append(backward * stages.weight_gradient_share[stage])
+        columns["transfer"].append(sum_over_units(graph, stage, stages.send_seconds[stage]) + stages.send_fixed_seconds)
+    joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
+    return SlotSeconds(backward_input=joined["backward"] - joined["weight"], **joined)
+
+
+def to_ticks(seconds: FloatArray, longest_seconds: float) -> list[int]:
+    """Integer times for the list scheduler, to the nearest tick."""
+    if longest_seconds <= 0:
+        return [0] * len(seconds)
+    return [int(ticks) for ticks in np.rint(seconds * (TICKS / longest_seconds))]

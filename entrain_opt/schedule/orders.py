@@ -1,0 +1,190 @@
+"""Who runs what in which order: the named orders.
+
+- `1f1b`: a ready backward goes first; a stage holds as many microbatches as stages follow it in its path (itself
+  included), so an encoder's depth counts the language model's. Uniform: the textbook order, (K + P - 1)(f + b).
+- `gpipe`: every forward of a rank, then its backwards. With memory limits, backwards start where memory ends.
+- `eager`: like 1f1b, but as many forwards ahead as the memory in tokens and patches allows.
+- `interleaved`: for several stages (chunks) of a rank; microbatches enter in groups of one per rank, all chunks of a
+  group before the next group. Uniform: K(f + b) + (P - 1)(f + b) / chunks.
+- `zero_bubble`: the backward is split, and weight gradients fill the time in which a rank would wait. Uniform with
+  equal forward, input and weight parts: 3 K f + (P - 1) f; no stage holds more microbatches than the first in 1f1b.
+
+All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
+follow the predicted durations when costs are given; the others count every operation as equally long, so their orders
+do not depend on the costs (only the memory limits do).
+
+Promise: every action once, dependencies and memory limits kept, no deadlock, same inputs, same answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from entrain_opt.assignment import BatchCosts
+from entrain_opt.errors import ScheduleError
+from entrain_opt.plan import PipelineShape
+from entrain_opt.schedule.actions import Compute
+from entrain_opt.schedule.admission import Rule
+from entrain_opt.schedule.dispatch import dispatch
+from entrain_opt.schedule.durations import SlotSeconds, slot_seconds, to_ticks
+from entrain_opt.schedule.graph import WorkGraph, slot_amounts, work_graph
+from entrain_opt.schedule.work import ReplicaWork
+
+FIXED_ORDERS = ("1f1b", "gpipe", "eager", "interleaved", "zero_bubble")
+ORDERS = FIXED_ORDERS
+#: Orders that follow the predicted durations.
+TIMED_ORDERS = ("eager", "zero_bubble")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaSchedule:
+    """What each pipeline rank of one replica computes, in order.
+
+    Attributes:
+        compute: per rank, its compute actions.
+        order: the name of the order that made it.
+        best_fixed_order: for `search`, the best of the fixed orders.
+        gain: for `search`, the part of that order's makespan that the search saved.
+    """
+
+    compute: tuple[tuple[Compute, ...], ...]
+    order: str
+    best_fixed_order: str = ""
+    gain: float = 0.0
+
+
+def schedule_replica(
+    work: ReplicaWork, shape: PipelineShape, *, order: str = "1f1b", costs: BatchCosts | None = None
+) -> ReplicaSchedule:
+    """The order in which each rank of a replica runs its actions.
+
+    Args:
+        work: the units of one replica.
+        shape: its stages.
+        order: one of `ORDERS`.
+        costs: of the global batch; needed for memory limits and for `search`.
+
+    Raises:
+        ScheduleError: an unknown order, missing costs, or a memory limit that makes progress impossible.
+    """
+    if order not in ORDERS:
+        raise ScheduleError(f"order: expected one of {list(ORDERS)}, found {order!r}.")
+    graph = work_graph(work, shape)
+    return ReplicaSchedule(compute=graph.actions(fixed_order(graph, order, costs)), order=order)
+
+
+def fixed_order(
+    graph: WorkGraph, order: str, costs: BatchCosts | None, seconds: SlotSeconds | None = None
+) -> list[list[int]]:
+    """Operations of each rank under one of `FIXED_ORDERS`; `seconds` saves computing them from the costs again."""
+    rule = fixed_rule(graph, order)
+    limits, amounts = memory_limits(graph, costs)
+    if order in TIMED_ORDERS and (seconds is not None or costs is not None):
+        durations, transfer = timed_ticks(graph, rule, seconds or slot_seconds(graph, costs))  # type: ignore[arg-type]
+    else:
+        durations, transfer = [1] * (3 * graph.num_slots), [0] * graph.num_slots
+    return dispatch(graph, rule, durations=durations, transfer=transfer, limits=limits, amounts=amounts)
+
+
+def timed_ticks(graph: WorkGraph, rule: Rule, seconds: SlotSeconds) -> tuple[list[int], list[int]]:
+    """Ticks of each operation and transfer for the list scheduler."""
+    operations = seconds.operations(rule.split)
+    longest = float(max(operations.max(initial=0.0), seconds.transfer.max(initial=0.0)))
+    return to_ticks(operations, longest), to_ticks(seconds.transfer, longest)
+
+
+def memory_limits(graph: WorkGraph, costs: BatchCosts | None) -> tuple[list[int | None], list[int]]:
+    """Per stage, what it may hold (None: unlimited, or it holds nothing for a backward); per slot, what it holds.
+
+    Raises:
+        ScheduleError: the shape has limits but there are no costs to count patches and tokens.
+    """
+    shape = graph.shape
+    limits = [
+        (shape.patches_in_flight if stage < shape.num_encoder_stages else shape.tokens_in_flight) if has else None
+        for stage, has in enumerate(shape.has_backward)
+    ]
+    if all(limit is None for limit in limits):
+        return limits, [1] * graph.num_slots
+    if costs is None:
+        raise ScheduleError(
+            "costs: expected the batch costs, because the shape limits patches_in_flight or tokens_in_flight and only "
+            "the costs say how many a microbatch has; found None."
+        )
+    return limits, slot_amounts(graph, costs)
+
+
+def stage_depths(shape: PipelineShape) -> list[int]:
+    """Per stage: stages from it to the end of its path, itself included."""
+    depths = [0] * shape.num_stages
+    for encoder in range(shape.num_encoders):
+        stages = shape.stages_of_encoder(encoder)
+        for stage in stages:
+            depths[stage] = stages[-1] - stage + 1 + shape.llm_stages
+    for stage in shape.stages_of_llm:
+        depths[stage] = shape.num_stages - stage
+    return depths
+
+
+def default_turns(graph: WorkGraph) -> list[int]:
+    """[slots] place of each slot's microbatch among all microbatches that have any unit."""
+    place = {microbatch: i for i, microbatch in enumerate(sorted(set(graph.slot_microbatch)))}
+    return [place[microbatch] for microbatch in graph.slot_microbatch]
+
+
+def fixed_rule(graph: WorkGraph, order: str) -> Rule:
+    """Priorities and limits of one of `FIXED_ORDERS`."""
+    shape = graph.shape
+    depths: list[int | None] = [*stage_depths(shape)]
+    unlimited: list[int | None] = [None] * shape.num_stages
+    turns, stages = default_turns(graph), graph.slot_stage
+    # Earliest microbatch first; among equals, the stage nearer to the loss.
+    forward_key = _ranks([(turns[i], -stages[i], i) for i in range(graph.num_slots)])
+    backward_key = forward_key
+    entry_limit = [*unlimited]
+    if order == "interleaved" and shape.num_ranks < shape.num_stages:
+        group = shape.num_ranks
+        chunk = [shape.stages_of_rank(shape.ranks_of_stages[s]).index(s) for s in range(shape.num_stages)]
+        keys = [(turns[i] // group, chunk[stages[i]], turns[i] % group, i) for i in range(graph.num_slots)]
+        forward_key = _ranks(keys)
+        backward_key = _ranks([(g, -c, m, i) for g, c, m, i in keys])
+        entry_limit = _entry_limits(shape)
+    split = order == "zero_bubble"
+    return Rule(
+        llm_order=list(range(graph.num_llm_units)),
+        encoder_orders=[list(range(len(rows))) for rows in graph.encoder_consumers],
+        forward_key=forward_key,
+        backward_key=backward_key,
+        depth=unlimited if order in ("gpipe", "eager") else depths,
+        entry_limit=entry_limit,
+        split=[split and bool(graph.backward_targets[i]) for i in range(graph.num_slots)],
+        weight_limit=max(stage_depths(shape)) if split else None,
+        first={"gpipe": "forward", "eager": "backward"}.get(order, "alternate"),
+        phases=order == "gpipe",
+    )
+
+
+def _entry_limits(shape: PipelineShape) -> list[int | None]:
+    """Units that the chunks of a module on a rank may hold together: the pipeline's depth and one group per chunk.
+
+    An encoder's chunks also wait for those of the language model on their rank.
+    """
+    limits: list[int | None] = [None] * shape.num_stages
+    for rank in range(shape.num_ranks):
+        mine = shape.stages_of_rank(rank)
+        for stage in mine:
+            encoder = shape.encoder_of_stage(stage)
+            chunks = [s for s in mine if shape.encoder_of_stage(s) == encoder]
+            following = sum(s in shape.stages_of_llm for s in mine) if encoder is not None else 0
+            if stage == chunks[0]:
+                limits[stage] = 2 * (shape.num_ranks - rank - 1) + (len(chunks) + following - 1) * shape.num_ranks + 1
+    return limits
+
+
+def _ranks(keys: list[tuple[int, ...]]) -> list[int]:
+    """Place of each key in sorted order."""
+    places = np.empty(len(keys), dtype=np.int64)
+    places[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
+    return [int(place) for place in places]
