@@ -15,11 +15,17 @@ from entrain_opt.assignment import IntArray
 
 
 class Microbatches:
-    """Microbatches being filled; `microbatch` is the answer so far, -1 for samples not placed yet."""
+    """Microbatches being filled.
+
+    Attributes:
+        microbatch: [N] the answer so far; -1 for samples not placed yet.
+        misfits: samples that found no room, so that a microbatch was opened for them.
+    """
 
     def __init__(self, work: SampleWork, num_microbatches: int) -> None:
         self._work = work
         self.microbatch: IntArray = np.full(work.num_samples, -1, dtype=np.int64)
+        self.misfits: list[int] = []
         self._llm_seconds: list[float] = []
         self._encoder_seconds: list[float] = []
         self._patches: list[int] = []
@@ -65,6 +71,7 @@ class Microbatches:
             else:
                 chosen = self.count
                 self.open(1)
+                self.misfits.append(sample)
             self.microbatch[sample] = chosen
             self._encoder_seconds[chosen] += encoder_seconds
             self._llm_seconds[chosen] += llm_seconds

@@ -2,7 +2,7 @@
 
 Every value starts as a partial answer of its own. The two partial answers with the largest spread (heaviest minus
 lightest set) are merged, heaviest set onto lightest, until one is left. Promise: every set gets a value if there are
-enough values. Price: O(N (log N + k log k)); 30 ms for 4,096 values in 32 sets. It knows one load only: encoder and
+enough values. Price: O(N (log N + k log k)); 50 ms for 4,096 values in 32 sets. It knows one load only: encoder and
 language-model work are added up, so either can stay uneven.
 """
 

@@ -14,8 +14,8 @@ Where the paper says nothing:
   long as those reach the average language-model load of the others. In step 2 they move like any other sample, only
   that nothing waits for them. Without any encoder work all K microbatches are used.
 - With an odd number of microbatches there is one more receiver than givers; whoever stays unpaired runs last.
-- A receiver takes no more tokens than its cap allows, and where step 1 finds no room it opens one more microbatch and
-  starts over with that many, so memory caps outrank K.
+- A receiver takes no more tokens than its cap allows. Where step 1 finds no room for a sample it starts over with that
+  sample first, at last with more microbatches, so memory caps outrank K.
 - Deferral delays a trained encoder's gradients by one microbatch and costs a frozen encoder nothing; the policy is the
   same for both.
 
@@ -35,6 +35,9 @@ from entrain_opt.assigner.matching import bottleneck_matching, pair_up
 from entrain_opt.assigner.subset_sum import SubsetSums
 from entrain_opt.assigner.work import Placement, SampleWork, microbatch_sums, place_samples
 from entrain_opt.assignment import FloatArray, IntArray
+
+#: How often step 1 may start over for the sake of memory caps.
+_ATTEMPTS = 6
 
 
 def place_pairwise(work: SampleWork, num_microbatches: int) -> Placement:
@@ -82,19 +85,25 @@ def stratified_microbatches(work: SampleWork, num_microbatches: int) -> IntArray
     if with_encoder:
         with_encoder = max(with_encoder, work.fewest_microbatches(encoded))
     extra = _microbatches_for_free_samples(work, encoded, with_encoder, num_microbatches)
-    while True:
+    # Memory caps: a sample that found no room is placed first in the next attempt; if that was not enough, there must
+    # be more microbatches.
+    known = np.zeros(work.num_samples, dtype=bool)
+    best: Microbatches | None = None
+    for _ in range(_ATTEMPTS):
         filled = Microbatches(work, with_encoder)
-        filled.place_by_encoder(rows)
-        if filled.count > with_encoder:
-            with_encoder = filled.count
-            extra = _microbatches_for_free_samples(work, encoded, with_encoder, num_microbatches)
-            continue
+        filled.place_by_encoder(np.concatenate([rows[known[rows]], rows[~known[rows]]]))
         filled.open(extra)
-        filled.place_by_llm(free)
-        if filled.count > with_encoder + extra:
-            extra = filled.count - with_encoder
-            continue
-        return np.unique(filled.microbatch, return_inverse=True)[1]
+        filled.place_by_llm(np.concatenate([free[known[free]], free[~known[free]]]))
+        if best is None or filled.count < best.count:
+            best = filled
+        if not filled.misfits:
+            break
+        again = [sample for sample in filled.misfits if known[sample]]
+        with_encoder += int(encoded[again].sum())
+        extra += int((~encoded[again]).sum())
+        known[filled.misfits] = True
+    assert best is not None
+    return np.unique(best.microbatch, return_inverse=True)[1]
 
 
 def _microbatches_for_free_samples(

@@ -134,3 +134,15 @@ def test_text_only_samples_level_the_language_model_first():
     work = work_of([1, 1, 0, 0], [1, 5, 3, 1])
     placement = place_pairwise(work, 2)
     assert np.bincount(placement.llm_microbatch, weights=[1, 5, 3, 1]).tolist() == [5, 5]
+
+
+def test_tight_caps_cost_few_microbatches_more_than_the_volume_needs():
+    generator = np.random.default_rng(0)
+    encoder, llm = generator.lognormal(size=(2, 400))
+    patches, tokens = (np.ceil(100 * values).astype(int) for values in (encoder, llm))
+    shape = PipelineShape(
+        encoder_stages=1, llm_stages=1, patches_in_flight=patches.max(), tokens_in_flight=tokens.max()
+    )
+    work = work_of(encoder, llm, shape, encoder_patches=patches, llm_tokens=tokens)
+    placement = place_pairwise(work, 1)
+    assert work.fewest_microbatches() <= placement.num_microbatches <= 1.2 * work.fewest_microbatches()
