@@ -151,7 +151,7 @@ class _Dispatcher:
     def _choose_smaller(self, stage: int) -> tuple[int, int]:
         """Memory refuses the first unit in order: another that fits, or one that the oldest microbatch waits for."""
         ready = self.ready_forward[stage]
-        aside = []
+        aside: list[tuple[int, int]] = []
         found = (0, -1)
         while ready and len(aside) < CANDIDATES_PER_STAGE:
             entry = heappop(ready)

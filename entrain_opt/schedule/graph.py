@@ -213,4 +213,5 @@ def sum_over_units(graph: WorkGraph, stage: int, values: NDArray[np.generic]) ->
     if not items:
         return np.zeros(0)
     owner = np.repeat(np.arange(len(items)), [len(i) for i in items])
-    return np.bincount(owner, weights=values[np.concatenate(items)], minlength=len(items))
+    sums = np.bincount(owner, weights=values[np.concatenate(items)], minlength=len(items))
+    return sums.astype(np.float64, copy=False)

@@ -1,7 +1,7 @@
 """From compute orders to complete schedules: messages between ranks, gradient reduction, optimizer steps.
 
 A `Send` stands right behind the action that produces its message, so a rank sends in the order in which it computes.
-The receiver takes its messages from one rank and of one direction (activations or gradients) in exactly that order: both
+The receiver takes its messages from one rank and of one direction (activations or gradients) in just that order: both
 ends derive it from the same lists, so nothing is negotiated. A `Receive` stands `lookahead` compute actions before its
 message is needed (or earlier, where a message behind it on the same edge is needed sooner), so that the transfer
 overlaps compute. Sends and receives are non-blocking; the action that needs a message waits for it.

@@ -18,6 +18,7 @@ Promise: every action once, dependencies and memory limits kept, no deadlock, sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -183,7 +184,7 @@ def _entry_limits(shape: PipelineShape) -> list[int | None]:
     return limits
 
 
-def _ranks(keys: list[tuple[int, ...]]) -> list[int]:
+def _ranks(keys: Sequence[tuple[int, ...]]) -> list[int]:
     """Place of each key in sorted order."""
     places = np.empty(len(keys), dtype=np.int64)
     places[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
