@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +30,8 @@ from entrain_opt.spec import ModuleSpec
 from entrain_opt.workload import SampleTable
 from entrain_opt.workload.media import MediaRule, media_rule
 from entrain_opt.workload.trace import read_trace
+
+Result = TypeVar("Result")
 
 NOMINAL_FLOPS_PER_SECOND = 75e12
 HEADER = (
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--draws", type=int, default=10)
+    parser.add_argument("--schedule", default="1f1b", help="order that is simulated; the paper's is 1f1b")
     parser.add_argument("--frozen-encoder", action="store_true")
     arguments = parser.parse_args()
     model, rule = ModelSpec.from_pretrained(arguments.model), media_rule(arguments.model)
@@ -63,18 +68,17 @@ def report(name: str, costs: BatchCosts, arguments: argparse.Namespace) -> None:
     for policy in POLICIES:
         rows = []
         for batch in draws(costs, arguments.samples, arguments.draws):
-
-            def call(batch: BatchCosts = batch, policy: str = policy) -> Assignment:
-                return assign_microbatches(batch, shape, num_microbatches=arguments.microbatches, policy=policy)
-
+            call = partial(assign_microbatches, batch, shape, num_microbatches=arguments.microbatches, policy=policy)
             assignment, milliseconds = fastest(call)
-            rows.append([*balance(batch, assignment), *timing(batch, assignment, shape), milliseconds])
+            rows.append(
+                [*balance(batch, assignment), *timing(batch, assignment, shape, arguments.schedule), milliseconds]
+            )
         means = [*np.mean(rows, axis=0)[:-1], np.min(rows, axis=0)[-1]]
         print(f"| {policy} | " + " | ".join(f"{value:.3g}" for value in means) + " |")
     (large,) = draws(costs, 4096, 1)
     work = sample_work(large, shape)
     for policy in POLICIES:
-        _, milliseconds = fastest(lambda policy=policy: split_replicas(work, num_replicas=32, policy=policy))
+        _, milliseconds = fastest(partial(split_replicas, work, num_replicas=32, policy=policy))
         print(f"4,096 samples over 32 replicas, {policy}: {milliseconds:.3g} ms")
 
 
@@ -88,12 +92,12 @@ def balance(costs: BatchCosts, assignment: Assignment) -> list[float]:
     return [count, *spread, len(assignment.deferred_samples(costs)) / costs.num_samples]
 
 
-def timing(costs: BatchCosts, assignment: Assignment, shape: PipelineShape) -> list[float]:
-    timeline = simulate(costs, assignment, shape)
+def timing(costs: BatchCosts, assignment: Assignment, shape: PipelineShape, schedule: str) -> list[float]:
+    timeline = simulate(costs, assignment, shape, schedule=schedule)
     return [timeline.makespan_seconds, timeline.bubble_share]
 
 
-def fastest(call: Callable[[], object], repeats: int = 3) -> tuple[object, float]:
+def fastest(call: Callable[[], Result], repeats: int = 3) -> tuple[Result, float]:
     """The result and the milliseconds of the fastest call."""
     best = np.inf
     for _ in range(repeats):

@@ -5,8 +5,12 @@ estimated iteration time is kept (ties: the fewest microbatches):
 
     T = sum of all stages' mean seconds + sum over microbatches of the slowest rank's seconds - the mean of that
 
-which is the paper's Eq. 2 (all stages once, plus K - 1 times the slowest stage) with microbatches that differ. More
-microbatches shorten the first part, but pay the fixed seconds of each stage more often and balance worse. Where a
+which is the paper's Eq. 2 (all stages once, plus K - 1 times the slowest stage) with microbatches that differ, and
+never less than the largest microbatch takes through all stages. It serves to rank counts: on one batch each of three
+traces and one synthetic set (8 stages, 8 to 64 microbatches, three policies) it was within about 20 % of the simulated
+`eager` schedule, too low and too high; `1f1b` suffers more from uneven microbatches than it says.
+
+More microbatches shorten the first part, but pay the fixed seconds of each stage more often and balance worse. Where a
 memory cap admits fewer microbatches in flight than a stage needs to stay busy, the second part is stretched by that
 ratio.
 Price: one call of the policy per count, six or fewer.
@@ -56,7 +60,8 @@ def estimate_iteration_seconds(work: SampleWork, placement: Placement) -> float:
     np.add.at(rank_seconds, np.array(shape.ranks_of_stages), stage_seconds)
     slowest = rank_seconds.max(axis=0)
     fill = stage_seconds.mean(axis=1).sum() - slowest.mean()
-    return float(max(fill, 0.0) + slowest.sum() * _stretch(work, count))
+    latency = stage_seconds.sum(axis=0).max()
+    return float(max(max(fill, 0.0) + slowest.sum() * _stretch(work, count), latency))
 
 
 def _stretch(work: SampleWork, count: int) -> float:

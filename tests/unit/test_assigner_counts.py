@@ -29,6 +29,12 @@ def test_estimate_is_the_closed_form_on_uniform_stages():
     assert estimate_iteration_seconds(work, placement) == pytest.approx((4 + 3 - 1) * 12.5)
 
 
+def test_estimate_is_at_least_the_way_of_the_largest_microbatch_through_all_stages():
+    costs = BatchCosts(encoder_seconds=np.array([90.0, 1, 1, 1]), llm_seconds=np.array([60.0, 1, 1, 1]))
+    work = sample_work(costs, PipelineShape(encoder_stages=3, llm_stages=2))
+    assert estimate_iteration_seconds(work, place_in_order(work, 4)) >= 3 * (90 + 60)
+
+
 def test_modules_on_one_rank_add_up():
     work = uniform_work(8, PipelineShape(encoder_stages=1, llm_stages=1, stage_ranks=(0, 0)))
     assert estimate_iteration_seconds(work, place_in_order(work, 4)) == pytest.approx(3 * (2 + 4) * 8)
