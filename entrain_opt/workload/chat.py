@@ -76,7 +76,14 @@ class ChatEncoder:
             raise RuntimeConfigError("tokenizer: expected a chat template (chat_template.jinja), found none.")
         self._marks_answers = bool(_GENERATION_MARKER.search(template))
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        special |= set(tokenizer.convert_ids_to_tokens(list(media_token_ids.values())))
+        for kind, token_id in media_token_ids.items():
+            token = tokenizer.convert_ids_to_tokens(token_id) if 0 <= token_id < len(tokenizer) else None
+            if token is None:
+                raise RuntimeConfigError(
+                    f"config: {kind}_token_id: expected a token of the tokenizer (0 to {len(tokenizer) - 1}), found "
+                    f"{token_id}. Do config and tokenizer belong to one model?"
+                )
+            special.add(token)
         self._special = re.compile("|".join(re.escape(token) for token in sorted(special))) if special else None
         self._takes_parts = self._template_takes_parts()
 

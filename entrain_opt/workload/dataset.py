@@ -5,7 +5,8 @@ One JSON object a line: `{"id": "a1", "messages": [{"role": "user", "content": [
 file's folder. Without an `id` a sample is called `<file>:<line>`.
 
 A text may say where its images stand with `<image>` markers: then markers and images must be equal in number, and the
-images move to the markers. The images of such a sample may also be a list of paths named `images` beside `messages`.
+images move to the markers. A list of paths named `images` beside `messages` fills these markers, or the image parts
+that have no path, in order.
 
 Promise: text is UTF-8 or an error that names file and line; nothing is dropped; opening a file of N samples keeps 16 N
 bytes of NumPy arrays and no text, so workers share it. Price: one pass over the bytes to find the lines (about 1 GB/s),
@@ -171,8 +172,11 @@ def parse_sample(line: bytes, path: Path, line_number: int) -> ChatSample:
     if not isinstance(sample_id, str | int):
         raise WorkloadError(f"{location}: id: expected a string, found {sample_id!r}.")
     sample_id = _valid_text(str(sample_id), "id", location)
-    messages = [_parse_message(message, index, location) for index, message in enumerate(record["messages"])]
     beside = record.get("images")
+    messages = [
+        _parse_message(message, index, location, has_images_beside=beside is not None)
+        for index, message in enumerate(record["messages"])
+    ]
     if beside is not None:
         _place_images_beside(messages, beside, location)
     media = []
@@ -198,7 +202,7 @@ def _valid_text(text: Any, field: str, location: str) -> str:
     return text
 
 
-def _parse_message(message: Any, index: int, location: str) -> dict[str, Any]:
+def _parse_message(message: Any, index: int, location: str, *, has_images_beside: bool) -> dict[str, Any]:
     field = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise WorkloadError(f"{location}: {field}: expected an object, found {type(message).__name__}.")
@@ -215,8 +219,12 @@ def _parse_message(message: Any, index: int, location: str) -> dict[str, Any]:
         if kind == "text":
             parts.append({"type": "text", "text": _valid_text(part.get("text"), f"{name}.text", location)})
         elif kind in MEDIA_KINDS:
-            file = _valid_text(part.get("path", part.get(kind)), f"{name}.path", location)
-            parts.append({"type": kind, "path": file})
+            file = part.get("path", part.get(kind))
+            if not (file is None and kind == "image" and has_images_beside):
+                file = _valid_text(file, f"{name}.path", location)
+                if not file:
+                    raise WorkloadError(f"{location}: {name}.path: expected a path, found an empty string.")
+            parts.append({"type": kind, "path": file or ""})
         else:
             raise WorkloadError(f"{location}: {name}.type: expected one of {['text', *MEDIA_KINDS]}, found {kind!r}.")
     return {"role": role, "content": parts}
@@ -227,19 +235,23 @@ def _count_markers(message: dict[str, Any]) -> int:
 
 
 def _place_images_beside(messages: list[dict[str, Any]], images: Any, location: str) -> None:
-    """Give each message as many of the sample's images as it has markers."""
+    """Give the sample's images to its image parts without path, or to its markers where there are none."""
     if not isinstance(images, list):
         raise WorkloadError(f"{location}: images: expected a list of paths, found {type(images).__name__}.")
     paths = [_valid_text(image, f"images[{index}]", location) for index, image in enumerate(images)]
-    num_markers = sum(_count_markers(message) for message in messages)
-    if num_markers != len(paths):
+    places = [part for message in messages for part in message["content"] if part.get("path") == ""]
+    if not places:
+        for message in messages:
+            added = [{"type": "image", "path": ""} for _ in range(_count_markers(message))]
+            message["content"] += added
+            places += added
+    if len(places) != len(paths):
         raise WorkloadError(
-            f"{location}: the texts hold {num_markers} {IMAGE_MARKER} markers, images has {len(paths)}."
+            f"{location}: {len(places)} places for images in the messages, {len(paths)} paths in images. Give one path "
+            f"per {IMAGE_MARKER} marker or image part."
         )
-    for message in messages:
-        num_here = _count_markers(message)
-        message["content"] += [{"type": "image", "path": path} for path in paths[:num_here]]
-        paths = paths[num_here:]
+    for place, path in zip(places, paths, strict=True):
+        place["path"] = path
 
 
 def _move_images_to_markers(message: dict[str, Any], location: str) -> None:

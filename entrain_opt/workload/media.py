@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,14 @@ class FixedRule(MediaRule):
         return MediaSize(patches=self.patches, segments=1, tokens=self.tokens)
 
 
+@cache
+def _grids(min_tiles: int, max_tiles: int) -> list[tuple[int, int]]:
+    """(columns, rows) of every grid, smallest first; the order decides between equally near grids."""
+    sides = range(1, max_tiles + 1)
+    grids = [(columns, rows) for columns in sides for rows in sides]
+    return sorted((g for g in grids if min_tiles <= g[0] * g[1] <= max_tiles), key=lambda g: g[0] * g[1])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TileRule(MediaRule):
     """GOT-OCR2 tiling: the image is resized to a grid of tiles; a thumbnail joins if there are several.
@@ -108,18 +117,12 @@ class TileRule(MediaRule):
         if self.max_tiles < 2:
             return 1, 1
         best, best_difference = (1, 1), math.inf
-        for columns, rows in self._grids():
+        for columns, rows in _grids(self.min_tiles, self.max_tiles):
             difference = abs(width / height - columns / rows)
             is_not_excessive = width * height > 0.5 * self.tile_height * self.tile_width * columns * rows
             if difference < best_difference or (difference == best_difference and is_not_excessive):
                 best, best_difference = (columns, rows), difference
         return best
-
-    def _grids(self) -> list[tuple[int, int]]:
-        """Smallest first; the order decides between equally near grids."""
-        sides = range(1, self.max_tiles + 1)
-        grids = [(columns, rows) for columns in sides for rows in sides]
-        return sorted((g for g in grids if self.min_tiles <= g[0] * g[1] <= self.max_tiles), key=lambda g: g[0] * g[1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Bare workload traces -> SampleTable: planning without the data itself.
 
-A trace is a Parquet file with one row per sample: `sample_id`, `image_sizes` (list of [width, height]), `text_words`, and
-where there are any `audio_seconds` and `video_frames`. Words become tokens by a factor, and a stated share of them is
-taken as labels; both are assumptions of the caller, not facts of the data.
+A trace is a Parquet file with one row per sample: `sample_id`, `image_sizes` (lists of [width, height]), `text_words`,
+and where there are any `audio_seconds` and `video_frames`. Words become tokens by a factor, and a stated share of them
+is taken as labels; both are assumptions of the caller, not facts of the data.
 """
 
 from __future__ import annotations
