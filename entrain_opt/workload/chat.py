@@ -7,7 +7,7 @@
 4. Labels are shifted here: `label_ids[t]` is the token to predict at position t, or -100.
 
 Promise: never truncates; a placeholder or control token written inside a text raises instead of becoming one; planner
-and trainer call the same `encode`, so they count the same lengths. Price: about 1 ms per thousand tokens.
+and trainer call the same `encode`, so they count the same lengths. Price: 1 to 2 ms per sample of 250 text tokens.
 """
 
 from __future__ import annotations
