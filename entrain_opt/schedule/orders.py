@@ -8,6 +8,7 @@
   group before the next group. Uniform: K(f + b) + (P - 1)(f + b) / chunks.
 - `zero_bubble`: the backward is split, and weight gradients fill the time in which a rank would wait. Uniform with
   equal forward, input and weight parts: 3 K f + (P - 1) f; no stage holds more microbatches than the first in 1f1b.
+- `search`: the list scheduler's priorities improved by a search (search.py); never slower than the others.
 
 All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
 follow the predicted durations when costs are given; the others count every operation as equally long, so their orders
@@ -34,7 +35,7 @@ from entrain_opt.schedule.graph import WorkGraph, slot_amounts, work_graph
 from entrain_opt.schedule.work import ReplicaWork
 
 FIXED_ORDERS = ("1f1b", "gpipe", "eager", "interleaved", "zero_bubble")
-ORDERS = FIXED_ORDERS
+ORDERS = (*FIXED_ORDERS, "search")
 #: Orders that follow the predicted durations.
 TIMED_ORDERS = ("eager", "zero_bubble")
 
@@ -72,6 +73,10 @@ def schedule_replica(
     """
     if order not in ORDERS:
         raise ScheduleError(f"order: expected one of {list(ORDERS)}, found {order!r}.")
+    if order == "search":
+        from entrain_opt.schedule.search import search_schedule
+
+        return search_schedule(work, shape, costs=costs)
     graph = work_graph(work, shape)
     return ReplicaSchedule(compute=graph.actions(fixed_order(graph, order, costs)), order=order)
 
@@ -142,15 +147,15 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
     unlimited: list[int | None] = [None] * shape.num_stages
     turns, stages = default_turns(graph), graph.slot_stage
     # Earliest microbatch first; among equals, the stage nearer to the loss.
-    forward_key = _ranks([(turns[i], -stages[i], i) for i in range(graph.num_slots)])
+    forward_key = sort_places([(turns[i], -stages[i], i) for i in range(graph.num_slots)])
     backward_key = forward_key
     entry_limit = [*unlimited]
     if order == "interleaved" and shape.num_ranks < shape.num_stages:
         group = shape.num_ranks
         chunk = [shape.stages_of_rank(shape.ranks_of_stages[s]).index(s) for s in range(shape.num_stages)]
         keys = [(turns[i] // group, chunk[stages[i]], turns[i] % group, i) for i in range(graph.num_slots)]
-        forward_key = _ranks(keys)
-        backward_key = _ranks([(g, -c, m, i) for g, c, m, i in keys])
+        forward_key = sort_places(keys)
+        backward_key = sort_places([(g, -c, m, i) for g, c, m, i in keys])
         entry_limit = _entry_limits(shape)
     split = order == "zero_bubble"
     return Rule(
@@ -184,7 +189,7 @@ def _entry_limits(shape: PipelineShape) -> list[int | None]:
     return limits
 
 
-def _ranks(keys: Sequence[tuple[int, ...]]) -> list[int]:
+def sort_places(keys: Sequence[tuple[int, ...]]) -> list[int]:
     """Place of each key in sorted order."""
     places = np.empty(len(keys), dtype=np.int64)
     places[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.assignment import Assignment, BatchCosts
+from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 
 IntArray = NDArray[np.int64]
@@ -64,38 +65,63 @@ class ReplicaWork:
 
 
 def replica_work(costs: BatchCosts, assignment: Assignment, shape: PipelineShape, replica: int) -> ReplicaWork:
-    """The units of one replica under an assignment. Microbatches without samples or media have no unit."""
-    media_sample = costs.media_sample
-    mine = costs.has_media & (assignment.replica[media_sample] == replica)
-    encoder_units: list[EncoderUnit] = []
+    """The units of one replica under an assignment. Microbatches without samples or media have no unit.
+
+    Raises:
+        ScheduleError: a media item goes through an encoder that the shape does not have.
+    """
+    encoder_units = _encoder_units(costs, assignment, shape, replica) if shape.num_encoders else []
     sources: dict[int, list[int]] = {}
-    num_microbatches = int(assignment.num_microbatches[replica])
-    consumer = assignment.llm_microbatch[media_sample]
-    for microbatch in range(num_microbatches):
-        in_microbatch = mine & (assignment.encoder_microbatch == microbatch)
-        for encoder in range(shape.num_encoders):
-            media = np.flatnonzero(in_microbatch & (costs.encoder_index == encoder))
-            if not len(media):
-                continue
-            consumers = np.unique(consumer[media])
-            groups = (
-                [(media[consumer[media] == c], (int(c),)) for c in consumers]
-                if shape.encoder_has_backward(encoder)
-                else [(media, tuple(int(c) for c in consumers))]
-            )
-            for part, (items, needed_by) in enumerate(groups):
-                for c in needed_by:
-                    sources.setdefault(c, []).append(len(encoder_units))
-                encoder_units.append(
-                    EncoderUnit(encoder=encoder, microbatch=microbatch, part=part, media=items, consumers=needed_by)
-                )
-    llm_units = []
-    for microbatch in range(num_microbatches):
-        samples = np.flatnonzero((assignment.replica == replica) & (assignment.llm_microbatch == microbatch))
-        if len(samples):
-            llm_units.append(
-                LlmUnit(microbatch=microbatch, samples=samples, sources=tuple(sources.get(microbatch, ())))
-            )
+    for position, unit in enumerate(encoder_units):
+        for consumer in unit.consumers:
+            sources.setdefault(consumer, []).append(position)
+    samples = np.flatnonzero(assignment.replica == replica)
+    samples = samples[np.argsort(assignment.llm_microbatch[samples], kind="stable")]
+    llm_units = [
+        LlmUnit(microbatch=microbatch, samples=group, sources=tuple(sources.get(microbatch, ())))
+        for (microbatch,), group in _groups(samples, [assignment.llm_microbatch[samples]])
+    ]
     return ReplicaWork(
-        encoder_units=tuple(encoder_units), llm_units=tuple(llm_units), num_microbatches=num_microbatches
+        encoder_units=tuple(encoder_units),
+        llm_units=tuple(llm_units),
+        num_microbatches=int(assignment.num_microbatches[replica]),
     )
+
+
+def _encoder_units(costs: BatchCosts, assignment: Assignment, shape: PipelineShape, replica: int) -> list[EncoderUnit]:
+    media_sample = costs.media_sample
+    media = np.flatnonzero(costs.has_media & (assignment.replica[media_sample] == replica))
+    encoder = costs.encoder_index[media]
+    if len(media) and encoder.max() >= shape.num_encoders:
+        raise ScheduleError(
+            f"media_encoder: expected 0 to {shape.num_encoders - 1} (encoder_stages of the shape), found "
+            f"{encoder.max()} for media item {media[encoder.argmax()]}."
+        )
+    microbatch, consumer = assignment.encoder_microbatch[media], assignment.llm_microbatch[media_sample[media]]
+    splits = np.array([shape.encoder_has_backward(e) for e in range(shape.num_encoders)])[encoder]
+    returned_by = np.where(splits, consumer, -1)
+    order = np.lexsort((media, returned_by, encoder, microbatch))
+    consumer_of = dict(zip(media.tolist(), consumer.tolist(), strict=True))
+    columns = [column[order] for column in (microbatch, encoder, returned_by)]
+    units: list[EncoderUnit] = []
+    previous, part = (-1, -1), 0
+    for (m, e, one_consumer), items in _groups(media[order], columns):
+        part = part + 1 if (m, e) == previous else 0
+        previous = (m, e)
+        consumers = (one_consumer,) if one_consumer >= 0 else tuple(sorted({consumer_of[i] for i in items.tolist()}))
+        units.append(EncoderUnit(encoder=e, microbatch=m, part=part, media=items, consumers=consumers))
+    return units
+
+
+def _groups(items: IntArray, columns: list[IntArray]) -> list[tuple[tuple[int, ...], IntArray]]:
+    """Runs of equal column values, in the given order: the values and the items of each run."""
+    if not len(items):
+        return []
+    changes = np.zeros(len(items), dtype=bool)
+    changes[0] = True
+    for column in columns:
+        changes[1:] |= column[1:] != column[:-1]
+    first = np.flatnonzero(changes)
+    values = zip(*(column[first].tolist() for column in columns), strict=True)
+    bounds = [*first.tolist(), len(items)]
+    return [(value, items[bounds[i] : bounds[i + 1]]) for i, value in enumerate(values)]

@@ -37,12 +37,17 @@ def work_bound(
 def balanced_1f1b_bound(
     costs: BatchCosts, assignment: Assignment, shape: PipelineShape, *, split_backward: bool = True
 ) -> float:
-    """Mean of the rank bounds: what the same microbatches need at least if ranks and replicas shared the work evenly.
+    """What 1F1B would take if all work were even (`balanced_1f1b_seconds`), but never above `work_bound`.
 
-    Never above `work_bound`; the difference is what uneven stages and replicas cost at least.
+    So no schedule of this assignment beats it; the difference to `work_bound` is what uneven microbatches, stages and
+    replicas cost at least.
     """
-    bounds = rank_bounds(costs, assignment, shape, split_backward=split_backward)
-    return float(bounds.mean()) if bounds.size else 0.0
+    if not costs.num_samples:
+        return 0.0
+    even = balanced_1f1b_seconds(
+        costs, shape, num_microbatches=int(assignment.num_microbatches.max()), num_replicas=assignment.num_replicas
+    )
+    return min(even, work_bound(costs, assignment, shape, split_backward=split_backward))
 
 
 def balanced_1f1b_seconds(

@@ -67,7 +67,7 @@ def _steady_and_rest(run: ReplicaRun) -> list[dict[str, float]]:
     start, end = np.asarray(run.times.start), np.asarray(run.times.end)
     produced = produced_seconds(run)
     without_deferral = _gradient_without_deferral(run)
-    result = []
+    result: list[dict[str, float]] = []
     for order in run.orders:
         operations = np.array(order, dtype=np.int64)
         if not len(operations):

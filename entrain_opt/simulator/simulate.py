@@ -53,8 +53,8 @@ def simulate(
     stages = costs.stage_costs(shape)
     if len(stages.forward_seconds) != shape.num_stages:
         raise ScheduleError(
-            f"costs.stages: expected costs of {shape.num_stages} stages, found {len(stages.forward_seconds)}. Make them "
-            f"for the same shape."
+            f"costs.stages: expected costs of {shape.num_stages} stages, found {len(stages.forward_seconds)}. "
+            f"Make them for the same shape."
         )
     trained = tuple(shape.has_backward if trained_stages is None else trained_stages)
     runs = tuple(

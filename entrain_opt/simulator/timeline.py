@@ -85,7 +85,8 @@ class Timeline:
         place = events.replica[compute] * self.shape.num_ranks + events.rank[compute]
         seconds = (events.end - events.start)[compute]
         size = self.num_replicas * self.shape.num_ranks
-        return np.bincount(place, weights=seconds, minlength=size).reshape(self.num_replicas, self.shape.num_ranks)
+        busy = np.bincount(place, weights=seconds, minlength=size).astype(np.float64, copy=False)
+        return busy.reshape(self.num_replicas, self.shape.num_ranks)
 
     @property
     def idle_seconds(self) -> FloatArray:
