@@ -1,13 +1,15 @@
 """Who runs what in which order: the named orders.
 
-- `1f1b`: a ready backward goes first; a stage holds as many microbatches as stages follow it in its path (itself
-  included), so an encoder's depth counts the language model's. Uniform: the textbook order, (K + P - 1)(f + b).
+- `1f1b`: a ready backward goes first, but not twice in a row while a forward may run; a stage holds as many
+  microbatches as stages follow it in its path (itself included), so an encoder's depth counts the language model's.
+  Uniform: the textbook order, (K + P - 1)(f + b).
 - `gpipe`: every forward of a rank, then its backwards. With memory limits, backwards start where memory ends.
 - `eager`: like 1f1b, but as many forwards ahead as the memory in tokens and patches allows.
 - `interleaved`: for several stages (chunks) of a rank; microbatches enter in groups of one per rank, all chunks of a
   group before the next group. Uniform: K(f + b) + (P - 1)(f + b) / chunks.
 - `zero_bubble`: the backward is split, and weight gradients fill the time in which a rank would wait. Uniform with
   equal forward, input and weight parts: 3 K f + (P - 1) f; no stage holds more microbatches than the first in 1f1b.
+  Where memory is limited, it goes as far ahead as memory allows instead.
 - `search`: the list scheduler's priorities improved by a search (search.py); never slower than the others.
 
 All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
@@ -158,16 +160,17 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
         backward_key = sort_places([(g, -c, m, i) for g, c, m, i in keys])
         entry_limit = _entry_limits(shape)
     split = order == "zero_bubble"
+    limited = split and None not in (shape.tokens_in_flight, shape.patches_in_flight if shape.num_encoders else 0)
     return Rule(
         llm_order=list(range(graph.num_llm_units)),
         encoder_orders=[list(range(len(rows))) for rows in graph.encoder_consumers],
         forward_key=forward_key,
         backward_key=backward_key,
-        depth=unlimited if order in ("gpipe", "eager") else depths,
+        depth=unlimited if order in ("gpipe", "eager") or limited else depths,
         entry_limit=entry_limit,
         split=[split and bool(graph.backward_targets[i]) for i in range(graph.num_slots)],
-        weight_limit=max(stage_depths(shape)) if split else None,
-        first={"gpipe": "forward", "eager": "backward"}.get(order, "alternate"),
+        weight_limit=max(stage_depths(shape)) if split and not limited else None,
+        first="forward" if order == "gpipe" else "alternate",
         phases=order == "gpipe",
     )
 
