@@ -1,7 +1,8 @@
 """Who does what when: pure, deterministic lists of actions that the simulator and the runtime both replay.
 
 A replica's schedule is made in three steps: `replica_work` (what there is to do), `schedule_replica` (which rank
-computes what in which order), `with_messages` (what crosses between ranks, reductions and optimizer steps).
+computes what in which order), `with_messages` (what crosses between ranks, reductions and optimizer steps). A pass
+without gradients, as in validation, is the same with a shape whose `stage_has_backward` is False everywhere.
 """
 
 from entrain_opt.schedule.check import check_schedule
