@@ -1,0 +1,55 @@
+"""How long messages take: between pipeline neighbours, and summed over replicas.
+
+Ranks of one replica are neighbours, nodes are filled in rank order. A link that leaves a node for any replica counts as
+a network link for all: the slowest replica decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entrain_opt.plan import ParallelDegrees
+from entrain_opt.spec.cluster import ClusterSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Speeds of a cluster's links, in one direction."""
+
+    latency_seconds: float
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    devices_per_node: int
+
+    @classmethod
+    def of_cluster(cls, cluster: ClusterSpec, latency_seconds: float) -> Links:
+        device = cluster.device_spec
+        return cls(
+            latency_seconds=latency_seconds,
+            link_bytes_per_second=device.link_bytes_per_second,
+            network_bytes_per_second=device.network_bytes_per_second,
+            devices_per_node=cluster.devices_per_node,
+        )
+
+    def between(self, degrees: ParallelDegrees, source: int, target: int) -> float:
+        """Bytes per second between two pipeline ranks."""
+        crosses = any(
+            degrees.global_rank(replica, source) // self.devices_per_node
+            != degrees.global_rank(replica, target) // self.devices_per_node
+            for replica in range(degrees.data)
+        )
+        return self.network_bytes_per_second if crosses else self.link_bytes_per_second
+
+    def neighbours(self, degrees: ParallelDegrees) -> float:
+        """Bytes per second of the slowest link between neighbouring pipeline ranks."""
+        speeds = [self.between(degrees, rank, rank + 1) for rank in range(degrees.pipeline - 1)]
+        return min(speeds, default=self.link_bytes_per_second)
+
+    def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
+        """Sum over the replicas on a ring: every rank sends 2 (d - 1) / d of the bytes."""
+        replicas = degrees.data
+        if replicas == 1 or num_bytes <= 0:
+            return 0.0
+        inside = degrees.world_size <= self.devices_per_node
+        speed = self.link_bytes_per_second if inside else self.network_bytes_per_second
+        return 2 * (replicas - 1) / replicas * num_bytes / speed + 2 * (replicas - 1) * self.latency_seconds

@@ -1,0 +1,119 @@
+"""How big: the one home of memory formulas.
+
+Per stage: weights, gradients and AdamW state (by precision and by what is frozen), activations per patch or token that
+a microbatch in flight holds until its backward, logits and their gradients per label token, outputs in messages, and
+the flat copy of a stage's gradients that is summed over replicas.
+
+Activations of a layer, in values per token, counted from what autograd keeps of a pre-norm transformer layer with
+memory-efficient attention (no attention matrix is stored):
+
+    2 norms (input, and the normalised value where the norm has its own), q, k, v (twice where they are rotated),
+    attention output and its log-sum, the two residual sums, and the feed-forward's inner values
+    (2 without a gate; gate, up, activation and product with one).
+
+A stage without a backward pass holds one layer's worth while it runs. Allocator overhead is not included, which is why
+a cluster keeps a reserve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entrain_opt.cost.precision import Precision
+from entrain_opt.spec.model import ModelSpec, ModuleSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticBytes:
+    """What a stage holds all the time."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+    def __add__(self, other: StaticBytes) -> StaticBytes:
+        return StaticBytes(
+            weights=self.weights + other.weights,
+            gradients=self.gradients + other.gradients,
+            optimizer=self.optimizer + other.optimizer,
+            buffers=self.buffers + other.buffers,
+        )
+
+
+def parameter_bytes(num_parameters: float, *, trained: bool, precision: Precision, reduced: bool) -> StaticBytes:
+    """Bytes of some parameters.
+
+    Args:
+        num_parameters: how many.
+        trained: frozen ones have neither gradient nor optimizer state.
+        precision: of the run.
+        reduced: whether gradients are summed over replicas, which copies them once.
+    """
+    trained_parameters = num_parameters if trained else 0.0
+    return StaticBytes(
+        weights=num_parameters * (precision.weight_bytes + precision.copy_bytes),
+        gradients=trained_parameters * precision.gradient_bytes,
+        optimizer=trained_parameters * precision.optimizer_bytes,
+        buffers=trained_parameters * precision.gradient_bytes if reduced else 0.0,
+    )
+
+
+def stage_bytes(
+    model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], *, precision: Precision, reduced: bool
+) -> StaticBytes:
+    """What a stage with these layers of a module holds all the time, embeddings, projector or head included.
+
+    A tied head that is not on the stage of the embedding is a second copy of it.
+    """
+    first, end = layers
+    body = (end - first) * module.layer_parameters + (module.input_parameters if first == 0 else 0)
+    output = module.output_parameters if end == module.num_layers else 0
+    if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
+        output += module.input_parameters
+    return parameter_bytes(body, trained=module.trained, precision=precision, reduced=reduced) + parameter_bytes(
+        output, trained=module.output_trained, precision=precision, reduced=reduced
+    )
+
+
+def trained_parameters(module: ModuleSpec, layers: tuple[int, int]) -> int:
+    """Parameters of a stage that train: what is reduced and stepped."""
+    first, end = layers
+    body = (end - first) * module.layer_parameters + (module.input_parameters if first == 0 else 0)
+    output = module.output_parameters if end == module.num_layers else 0
+    return body * module.trained + output * module.output_trained
+
+
+def layer_activation_bytes(module: ModuleSpec, precision: Precision) -> float:
+    """Bytes that one layer keeps per patch or token for its backward pass."""
+    hidden, inner = module.hidden_size, module.intermediate_size
+    query = module.num_attention_heads * module.head_size
+    key_value = module.num_key_value_heads * module.head_size
+    rotated = 2 if module.vocabulary_size else 1
+    norms = (3 if module.gated_mlp else 2) * 2 * hidden
+    attention = rotated * (query + key_value) + key_value + query
+    feed_forward = (4 if module.gated_mlp else 2) * inner
+    # Norms are computed in float32 under every precision; so is the log-sum of each head.
+    return 4.0 * (norms + module.num_attention_heads) + precision.activation_bytes * (attention + feed_forward)
+
+
+def input_activation_bytes(module: ModuleSpec, precision: Precision) -> float:
+    """Bytes per patch or token that the embedding keeps: the patches themselves, or the ids."""
+    return float(module.input_width * precision.activation_bytes) if module.input_width else 8.0
+
+
+def output_activation_bytes(module: ModuleSpec, llm: ModuleSpec, precision: Precision) -> float:
+    """Bytes that the projector keeps per media token, or the head per label token besides its logits."""
+    if module.vocabulary_size:
+        return 4.0 * 2 * module.hidden_size
+    return float(precision.activation_bytes * (2 * module.hidden_size + 3 * llm.hidden_size))
+
+
+def logit_bytes(llm: ModuleSpec, precision: Precision) -> float:
+    """Bytes per label token at the peak of the loss: logits, their float32 log-softmax and its gradient."""
+    in_float32 = 2 * 4 + (4 if precision.compute_bytes != 4 else 0)
+    return float(llm.vocabulary_size * (precision.compute_bytes + in_float32))

@@ -1,0 +1,67 @@
+"""Bytes per parameter and activation under each of Lightning's precisions. AdamW keeps two values per parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from entrain_opt.errors import RuntimeConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """What one value takes.
+
+    Attributes:
+        weight_bytes: a parameter, and what is computed in if there is no copy.
+        copy_bytes: a parameter's copy in the compute type, made for each pass (autocast).
+        gradient_bytes: a gradient.
+        optimizer_bytes: AdamW's state of one parameter.
+        activation_bytes: a value that a matrix product leaves for its backward.
+        compute_bytes: a value that matrix products take.
+    """
+
+    name: str
+    weight_bytes: int
+    copy_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    compute_bytes: int
+
+
+def _precision(name: str, weight: int, copy: int, gradient: int, optimizer: int, compute: int) -> Precision:
+    return Precision(
+        name=name,
+        weight_bytes=weight,
+        copy_bytes=copy,
+        gradient_bytes=gradient,
+        optimizer_bytes=optimizer,
+        activation_bytes=compute,
+        compute_bytes=compute,
+    )
+
+
+_PRECISIONS = {
+    precision.name: precision
+    for precision in (
+        _precision("32-true", 4, 0, 4, 8, 4),
+        _precision("bf16-mixed", 4, 2, 4, 8, 2),
+        _precision("bf16-true", 2, 0, 2, 4, 2),
+    )
+}
+
+
+def precisions() -> list[str]:
+    """Names of the precisions that plans can be made for."""
+    return list(_PRECISIONS)
+
+
+def find_precision(name: str) -> Precision:
+    """The precision of that name.
+
+    Raises:
+        RuntimeConfigError: there is none; the message lists the known ones.
+    """
+    if name not in _PRECISIONS:
+        raise RuntimeConfigError(f"precision: expected one of {precisions()}, found {name!r}.")
+    return _PRECISIONS[name]

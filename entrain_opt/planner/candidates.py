@@ -1,0 +1,131 @@
+"""Which configurations are worth replaying, and the search among them by simulated time.
+
+The closed form of `space.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So the
+solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on one
+global batch; from the fastest a descent goes to neighbouring microbatch counts and borders; the fastest few are
+replayed on more batches, and the fastest of those wins. Deterministic; ties go to the earlier candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from entrain_opt.errors import PlanError
+from entrain_opt.plan import ParallelDegrees, Plan
+from entrain_opt.planner.replay import Replay, Replayer
+from entrain_opt.planner.search import Ranked, best_partition
+from entrain_opt.planner.space import Instance
+
+#: Other degrees are replayed if predicted to lose at most this share, and at most so many.
+WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
+#: Replays on one batch, and how many candidates get all batches.
+MOST_REPLAYS, FINALISTS, FINAL_BATCHES = 24, 3, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """A candidate and what became of it: a replay, or why it has none."""
+
+    ranked: Ranked
+    replay: Replay | None = None
+    failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.replay.seconds if self.replay is not None else float("inf")
+
+
+def first_candidates(instance: Instance, solved: Ranked, ranking: list[Ranked]) -> Iterator[Ranked]:
+    """The solver's answer, the best of other degrees, then other borders of the solver's."""
+    yield solved
+    degrees = {(solved.choice.data, solved.choice.pipeline)}
+    for ranked in ranking:
+        pair = (ranked.choice.data, ranked.choice.pipeline)
+        if pair not in degrees and len(degrees) < MOST_DEGREES and ranked.ticks <= (1 + WORTH_REPLAYING) * solved.ticks:
+            degrees.add(pair)
+            yield ranked
+    yield from border_neighbours(instance, solved)
+
+
+def border_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
+    """Same degrees and microbatches, with the language model's first layer on another rank, or sharing one."""
+    if len(instance.num_layers) == 1 or ranked.choice.pipeline == 1:
+        return
+    border = instance.module_starts[-1]
+    before = sum(end <= border for end in ranked.ends)
+    for ranks in (before, before + 1, before - 1, before + 2):
+        if 1 <= ranks < ranked.choice.pipeline:
+            found = best_partition(instance, ranked.choice, fixed_ends={ranks - 1: border})
+            if found is not None:
+                yield found
+    unconstrained = best_partition(instance, ranked.choice, shares=True)
+    if unconstrained is not None:
+        yield unconstrained
+
+
+def count_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
+    """Same degrees, with the next smaller and larger number of microbatches."""
+    mine = ranked.choice
+    same = [c for c in instance.choices if (c.data, c.pipeline) == (mine.data, mine.pipeline)]
+    place = next(i for i, c in enumerate(same) if c.num_microbatches == mine.num_microbatches)
+    border = instance.module_starts[-1]
+    at = [rank for rank, end in enumerate(ranked.ends[:-1]) if end == border]
+    fixed = {at[0]: border} if at and len(instance.num_layers) > 1 else {}
+    for index in (place + 1, place - 1, place + 2):
+        if 0 <= index < len(same):
+            found = best_partition(instance, same[index], fixed_ends=fixed)
+            if found is not None:
+                yield found
+
+
+class Candidates:
+    """Replays candidates, each once."""
+
+    def __init__(self, instance: Instance, replayer: Replayer, draft: Plan) -> None:
+        self.instance, self.replayer, self.draft = instance, replayer, draft
+        self.outcomes: dict[tuple[int, int, tuple[int, ...]], Outcome] = {}
+
+    def plan_of(self, ranked: Ranked) -> Plan:
+        choice = ranked.choice
+        return replace(
+            self.draft,
+            degrees=ParallelDegrees(data=choice.data, pipeline=choice.pipeline),
+            stages=self.instance.stages(ranked.ends),
+            num_microbatches=choice.num_microbatches,
+        )
+
+    def outcome(self, ranked: Ranked, *, num_batches: int = 1) -> Outcome:
+        """The replay of a candidate; failures are kept as outcomes."""
+        try:
+            return Outcome(ranked=ranked, replay=self.replayer.replay(self.plan_of(ranked), num_batches))
+        except PlanError as error:
+            return Outcome(ranked=ranked, failure=str(error))
+
+    def _try(self, ranked: Ranked) -> None:
+        key = (ranked.choice.data, ranked.choice.num_microbatches, ranked.ends)
+        if key not in self.outcomes and len(self.outcomes) < MOST_REPLAYS:
+            self.outcomes[key] = self.outcome(ranked)
+
+    def _best(self) -> Outcome:
+        return min(self.outcomes.values(), key=lambda outcome: outcome.seconds)
+
+    def search(self, solved: Ranked, ranking: list[Ranked]) -> list[Outcome]:
+        """All candidates replayed, fastest first; the first few on all batches."""
+        for ranked in first_candidates(self.instance, solved, ranking):
+            self._try(ranked)
+        if self._best().replay is None:
+            for ranked in ranking:
+                self._try(ranked)
+                if self._best().replay is not None:
+                    break
+        while True:
+            best = self._best()
+            for neighbours in (count_neighbours, border_neighbours):
+                for ranked in neighbours(self.instance, best.ranked):
+                    self._try(ranked)
+            if self._best() is best:
+                break
+        ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
+        finalists = [self.outcome(o.ranked, num_batches=FINAL_BATCHES) for o in ordered[:FINALISTS] if o.replay]
+        return sorted(finalists, key=lambda outcome: outcome.seconds) + ordered[len(finalists) :]

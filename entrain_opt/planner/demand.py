@@ -1,0 +1,135 @@
+"""What global batches ask of each module: the numbers that every choice of degrees is judged with.
+
+Sums over independent random global batches (means over the batches drawn) and the largest single sample, per layer and
+for the embedding and head apart. Single samples differ by orders of magnitude, sums over a global batch by percents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrain_opt.cost import CostModel
+from entrain_opt.cost.features import module_features
+from entrain_opt.workload.samples import SampleTable
+from entrain_opt.workload.statistics import global_batch_statistics
+
+#: Global batches drawn for the means.
+NUM_BATCHES = 16
+_PIECES = ("input", "layer", "output")
+_AMOUNTS = ("amount", "outputs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """One quantity of a global batch.
+
+    Attributes:
+        total: mean sum over a global batch.
+        largest: mean over batches of the largest sample.
+    """
+
+    total: float
+    largest: float
+
+    def of_microbatch(self, data: int, num_microbatches: int) -> float:
+        """Of a mean microbatch."""
+        return self.total / (data * num_microbatches)
+
+    def of_largest_microbatch(self, data: int, num_microbatches: int) -> float:
+        """A microbatch is never smaller than the largest sample."""
+        return max(self.of_microbatch(data, num_microbatches), self.largest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleDemand:
+    """What a global batch asks of one module.
+
+    Attributes:
+        input, layer, output: forward plus backward seconds of the embedding, one layer, and the projector or head.
+        amount: patches or tokens.
+        outputs: media tokens or label tokens.
+    """
+
+    input: Load
+    layer: Load
+    output: Load
+    amount: Load
+    outputs: Load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What global batches ask of a model.
+
+    Attributes:
+        modules: in the order of `ModelSpec.modules`.
+        samples: the table.
+        rows: [batches, global_batch_size] the samples of each batch drawn.
+        global_batch_size: samples per optimizer step.
+    """
+
+    modules: tuple[ModuleDemand, ...]
+    samples: SampleTable
+    rows: NDArray[np.int64]
+    global_batch_size: int
+
+
+def estimate_demand(
+    samples: SampleTable, costs: CostModel, global_batch_size: int, *, num_batches: int = NUM_BATCHES, seed: int = 0
+) -> Demand:
+    """The demand of random global batches of a table.
+
+    Args:
+        samples: the data set.
+        costs: of the model.
+        global_batch_size: samples per batch.
+        num_batches: batches to draw.
+        seed: the same seed draws the same batches.
+
+    Raises:
+        WorkloadError: an empty table, or a size below 1.
+    """
+    columns = sample_columns(samples, costs)
+    statistics = global_batch_statistics(columns, global_batch_size, num_batches, seed=seed)
+    total = dict(zip(statistics.names, statistics.mean, strict=True))
+    largest = dict(zip(statistics.names, statistics.maxima.mean(axis=0), strict=True))
+
+    def load(module: str, piece: str) -> Load:
+        name = f"{module} {piece}"
+        return Load(total=float(total[name]), largest=float(largest[name]))
+
+    return Demand(
+        modules=tuple(
+            ModuleDemand(**{piece: load(module.name, piece) for piece in _PIECES + _AMOUNTS})
+            for module in costs.model.modules
+        ),
+        samples=samples,
+        rows=statistics.rows,
+        global_batch_size=global_batch_size,
+    )
+
+
+def sample_columns(samples: SampleTable, costs: CostModel) -> dict[str, NDArray[np.float64]]:
+    """`module piece` -> [N] per sample: forward plus backward seconds without fixed parts, and amounts."""
+    features = module_features(samples, costs.model)
+    columns: dict[str, NDArray[np.float64]] = {}
+    for module in costs.model.modules:
+        item = features[module.name]
+        is_encoder = module.name != costs.model.llm.name
+        last = module.num_layers
+        forward, backward = (costs.stage_lines(module, (0, last), backward=b) for b in (False, True))
+        for piece, index, seconds_of in (
+            ("input", 0, item.input_seconds),
+            ("layer", 1, item.layer_seconds),
+            ("output", 2, item.output_seconds),
+        ):
+            seconds = seconds_of(forward[index]) + seconds_of(backward[index])
+            seconds = seconds / (last if piece == "layer" else 1)
+            columns[f"{module.name} {piece}"] = samples.sum_media(seconds) if is_encoder else seconds
+        for name, amount in (("amount", item.tokens), ("outputs", item.outputs)):
+            amount = amount * item.present
+            columns[f"{module.name} {name}"] = samples.sum_media(amount) if is_encoder else amount
+    return columns

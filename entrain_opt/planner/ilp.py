@@ -1,0 +1,133 @@
+"""The planning problem as an integer linear program, through PuLP with HiGHS (or CBC).
+
+The same variables, constraints and objective as `cp_sat.py`; what holds only for the chosen degrees is switched by a
+big-M that is the largest value its left side can take, not more. Coefficients are ticks and MiB, variables are named by
+indices only, and the answer is counted again by integer arithmetic, because such solvers work with tolerances.
+
+Promise: the optimum, or SolverError. Price: seconds for 64 devices; CP-SAT is the default because it is faster here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from entrain_opt.errors import SolverError
+from entrain_opt.planner.cp_sat import promising_choices
+from entrain_opt.planner.search import Ranked
+from entrain_opt.planner.solution import Solution, checked
+from entrain_opt.planner.space import Instance, PartTicks
+
+
+def solve_ilp(
+    instance: Instance, *, incumbent: Ranked | None = None, time_limit_seconds: float = 20.0, seed: int = 0
+) -> Solution | None:
+    """The optimum of an instance; arguments and answer as for `solve_cp_sat`, but the time limit is wall clock.
+
+    Raises:
+        SolverError: no solver is installed, or it stopped without an answer.
+    """
+    import pulp
+
+    choices = promising_choices(instance, incumbent)
+    counts = instance.num_layers
+    num_modules, num_ranks = len(counts), max(choice.pipeline for choice in choices)
+    problem = pulp.LpProblem("plan", pulp.LpMinimize)
+
+    # Variables.
+    chosen = [pulp.LpVariable(f"c{i}", cat="Binary") for i in range(len(choices))]
+    places = [(m, r) for m in range(num_modules) for r in range(num_ranks)]
+    held: dict[tuple[int, int], Any] = {
+        (m, r): pulp.LpVariable(f"h{m}_{r}", 0, counts[m], cat="Integer") for m, r in places
+    }
+    started: dict[tuple[int, int], Any] = {(m, r): pulp.LpVariable(f"s{m}_{r}", cat="Binary") for m, r in places}
+    done: dict[tuple[int, int], Any] = {(m, r): pulp.LpVariable(f"d{m}_{r}", cat="Binary") for m, r in places}
+    for m in range(num_modules):
+        held[m, -1] = started[m, -1] = done[m, -1] = 0
+    slowest = pulp.LpVariable("slowest", 0)
+
+    # Objective.
+    problem += slowest + pulp.lpSum(choice.constant_ticks * chosen[i] for i, choice in enumerate(choices))
+
+    # Constraints.
+    problem += pulp.lpSum(chosen) == 1
+    for m, r in places:
+        problem += held[m, r] >= held[m, r - 1]
+        problem += held[m, r] >= started[m, r]
+        problem += held[m, r] <= counts[m] * started[m, r]
+        problem += held[m, r] >= counts[m] * done[m, r]
+        problem += held[m, r] <= counts[m] - 1 + done[m, r]
+        if m:
+            problem += started[m, r] <= done[m - 1, r]
+    for pipeline in sorted({choice.pipeline for choice in choices}):
+        active = pulp.lpSum(chosen[i] for i, choice in enumerate(choices) if choice.pipeline == pipeline)
+        for m in range(num_modules):
+            problem += held[m, pipeline - 1] >= counts[m] * active
+        for r in range(pipeline):
+            problem += pulp.lpSum(held[m, r] - held[m, r - 1] for m in range(num_modules)) >= active
+
+    for i, choice in enumerate(choices):
+        if not choice.shares:
+            for m in range(1, num_modules):
+                for r in range(choice.pipeline):
+                    problem += started[m, r] <= done[m - 1, r - 1] + 1 - chosen[i]
+
+    def on_rank(part: PartTicks, r: int) -> Any:
+        return pulp.lpSum(
+            part.layer[m] * (held[m, r] - held[m, r - 1])
+            + part.first[m] * (started[m, r] - started[m, r - 1])
+            + part.last[m] * (done[m, r] - done[m, r - 1])
+            + part.stage[m] * (started[m, r] - done[m, r - 1])
+            for m in range(num_modules)
+        )
+
+    def at_most(part: PartTicks) -> int:
+        return sum(
+            count * layer + first + last + stage
+            for count, layer, first, last, stage in zip(
+                counts, part.layer, part.first, part.last, part.stage, strict=True
+            )
+        )
+
+    for i, choice in enumerate(choices):
+        for r in range(choice.pipeline):
+            problem += slowest >= on_rank(choice.ticks, r) - at_most(choice.ticks) * (1 - chosen[i])
+            excess = max(at_most(choice.mib[r]) - instance.limit_mib, 0)
+            if excess:
+                problem += on_rank(choice.mib[r], r) <= instance.limit_mib + excess * (1 - chosen[i])
+
+    # Solve.
+    status = pulp.LpStatus[problem.solve(_solver(pulp, time_limit_seconds, seed))]
+    if status == "Infeasible" and incumbent is None:
+        return None
+    if status != "Optimal" or slowest.value() is None:
+        raise SolverError(
+            f"ILP: no proved plan in {time_limit_seconds} s ({status}). Allow more time (time_limit_seconds) or use "
+            "method cp-sat."
+        )
+
+    # Read back.
+    choice = max(zip(choices, chosen, strict=True), key=lambda pair: pair[1].value())[0]
+    ends = tuple(sum(round(held[m, r].value()) for m in range(num_modules)) for r in range(choice.pipeline))
+    ticks = instance.objective_ticks(choice, ends)
+    if abs(ticks - pulp.value(problem.objective)) > 0.5:
+        raise SolverError(f"ILP: answered {pulp.value(problem.objective)} ticks, counted {ticks}.")
+    # A solver that stops at its time limit reports Optimal as well; only the status of the solution tells.
+    proved = problem.sol_status == pulp.LpSolutionOptimal
+    bound = ticks if proved else min(choice.constant_ticks for choice in choices)
+    solution = Solution(
+        choice=choice, ends=ends, ticks=ticks, bound_ticks=bound, status="optimal" if proved else "feasible"
+    )
+    return checked(instance, solution, "ILP")
+
+
+def _solver(pulp: Any, time_limit_seconds: float, seed: int) -> Any:
+    """HiGHS, else CBC; one thread and no gap, so that the same problem gives the same answer."""
+    highs = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, threads=1, gapRel=0.0, gapAbs=0.5, random_seed=seed)
+    if highs.available():
+        return highs
+    cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, threads=1, gapRel=0.0)
+    if cbc.available():
+        return cbc
+    raise SolverError(
+        "ILP: neither HiGHS nor CBC can run here. Install one (`pip install highspy`) or use method cp-sat."
+    )

@@ -1,0 +1,226 @@
+"""`solve_plan`: from model, data and cluster to one plan, with its proof and its runners-up.
+
+1. Demand of random global batches (`demand.py`), and the integer problem over all choices (`space.py`).
+2. A solver's optimum of the closed form (`cp_sat.py`, `ilp.py`, `search.py`), or the paper's rule (`proportional.py`).
+3. The best few candidates and their neighbours, replayed by the real assigner and simulator (`candidates.py`); the
+   fastest is returned. The paper's rule is not improved, only replayed.
+
+Promise: identical inputs give identical plans; the plan fits in memory as far as the cost model knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from entrain_opt.cost import CostModel
+from entrain_opt.cost.analytic import model_flops, peak_flops_per_second
+from entrain_opt.errors import PlanError
+from entrain_opt.plan import ParallelDegrees, Plan, Prediction, Provenance, StagePlan
+from entrain_opt.planner.candidates import FINAL_BATCHES, Candidates, Outcome
+from entrain_opt.planner.cp_sat import solve_cp_sat
+from entrain_opt.planner.demand import Demand, estimate_demand
+from entrain_opt.planner.ilp import solve_ilp
+from entrain_opt.planner.limits import explain_infeasible, memory_limit
+from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.proportional import solve_proportional
+from entrain_opt.planner.replay import Replay, Replayer
+from entrain_opt.planner.search import Ranked, rank_choices, solve_by_search
+from entrain_opt.planner.solution import Solution
+from entrain_opt.planner.space import Instance, build_instance
+from entrain_opt.spec.cluster import ClusterSpec
+from entrain_opt.spec.model import ModelSpec
+from entrain_opt.units import format_seconds
+from entrain_opt.workload.samples import SampleTable
+
+#: Grows when the same inputs would give another plan.
+PLANNER_VERSION = 1
+_LISTED_CANDIDATES = 8
+
+
+def solve_plan(
+    model: ModelSpec,
+    samples: SampleTable,
+    cluster: ClusterSpec,
+    *,
+    global_batch_size: int,
+    options: PlanOptions | None = None,
+    costs: CostModel | None = None,
+    method: str | None = None,
+) -> Plan:
+    """The best static configuration for a model, a data set and a cluster.
+
+    Args:
+        model: with its frozen parts.
+        samples: the data set, or a fair sample of it.
+        cluster: whose devices are all used.
+        global_batch_size: samples per optimizer step.
+        options: None takes the analytic cost model and the cluster's device.
+        costs: None takes the analytic cost model of the cluster.
+        method: overrides that of the options.
+
+    Returns:
+        A checked plan with prediction and provenance.
+
+    Raises:
+        PlanError: a bad option, or nothing fits; the message names the binding limit.
+        WorkloadError: no samples, or a global batch below 1.
+        SolverError: the solver is missing, or stopped without an answer.
+    """
+    if options is None:
+        options = PlanOptions(cost_model="analytic", device=cluster.device, memory_bytes=cluster.memory_bytes)
+    if method is not None:
+        options = replace(options, method=method)
+    options.check()
+    if costs is None:
+        costs = CostModel(model, cluster, precision=options.precision)
+    demand = estimate_demand(samples, costs, global_batch_size, seed=options.seed)
+    instance, solution = solve_instance(costs, demand, options)
+    draft = Plan(
+        model=model.name,
+        degrees=ParallelDegrees(),
+        stages=(StagePlan(module="llm", layers=(0, model.llm.num_layers), rank=0),),
+        global_batch_size=global_batch_size,
+        num_microbatches=1,
+        schedule=options.schedule,
+        policy=options.policy,
+        frozen=frozen_parts(model),
+    )
+    candidates = Candidates(instance, Replayer(costs, demand, options), draft)
+    solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
+    if options.method == "proportional":
+        outcomes = [candidates.outcome(solved, num_batches=FINAL_BATCHES)]
+    else:
+        outcomes = candidates.search(solved, rank_choices(instance))
+    best = outcomes[0]
+    if best.replay is None:
+        raise PlanError(f"plan: no candidate can be run. {best.failure}")
+    plan = replace(
+        best.replay.plan,
+        predicted=_prediction(best.replay, costs, demand),
+        provenance=Provenance(
+            method=options.method,
+            cost_source=costs.source,
+            solver_status=solution.status,
+            objective_seconds=solution.ticks * instance.tick_seconds,
+            bound_seconds=solution.bound_ticks * instance.tick_seconds,
+            gap=solution.gap,
+            seed=options.seed,
+            input_hash=input_hash(costs, samples, global_batch_size, options),
+            candidates=tuple(
+                _describe(outcome, best, instance) for outcome in _distinct(outcomes)[:_LISTED_CANDIDATES]
+            ),
+        ),
+    )
+    plan.check(num_layers={module.name: module.num_layers for module in model.modules})
+    return plan
+
+
+def solve_instance(costs: CostModel, demand: Demand, options: PlanOptions) -> tuple[Instance, Solution]:
+    """The problem and its optimum. Where 1F1B's microbatches in flight fit nowhere, one in flight is asked for.
+
+    Raises:
+        PlanError: nothing fits; the message names the binding limit.
+    """
+    for one_in_flight in (False, True):
+        instance = build_instance(costs, demand, options, one_in_flight=one_in_flight)
+        solution = _solve(instance, demand, options)
+        if solution is not None:
+            return instance, solution
+    raise explain_infeasible(instance, costs, memory_limit(costs, options.memory_bytes))
+
+
+def _solve(instance: Instance, demand: Demand, options: PlanOptions) -> Solution | None:
+    if options.method == "proportional":
+        return solve_proportional(instance, demand)
+    if options.method == "search":
+        return solve_by_search(instance)
+    ranking = rank_choices(instance)
+    if not ranking:
+        return None
+    solve = solve_cp_sat if options.method == "cp-sat" else solve_ilp
+    return solve(instance, incumbent=ranking[0], time_limit_seconds=options.time_limit_seconds, seed=options.seed)
+
+
+def frozen_parts(model: ModelSpec) -> tuple[str, ...]:
+    """Names of the frozen parts of a model, as in a recipe."""
+    tower = all(not encoder.trained for encoder in model.encoders)
+    projector = all(not encoder.output_trained for encoder in model.encoders)
+    return tuple(
+        name
+        for name, frozen in (
+            ("vision_tower", tower and bool(model.encoders)),
+            ("projector", projector and bool(model.encoders)),
+            ("language_model", not model.llm.trained),
+        )
+        if frozen
+    )
+
+
+def input_hash(costs: CostModel, samples: SampleTable, global_batch_size: int, options: PlanOptions) -> str:
+    """Changes when the model, its costs, the data, the cluster or the options change."""
+    digest = hashlib.sha256()
+    parts = (PLANNER_VERSION, costs.model, costs.cluster, costs.modules, costs.links, costs.action_seconds)
+    parts_ = (costs.step_seconds_per_parameter, costs.precision, global_batch_size, options)
+    digest.update(repr((parts, parts_)).encode())
+    for name in ("text_tokens", "label_tokens", "media_offsets", "media_kind", "media_patches", "media_segments"):
+        digest.update(getattr(samples, name).tobytes())
+    digest.update(samples.media_tokens.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _prediction(replay: Replay, costs: CostModel, demand: Demand) -> Prediction:
+    rows = demand.rows.reshape(-1)
+    batches = len(demand.rows)
+    seconds = replay.seconds
+    drawn = demand.samples.take(rows)
+    device = costs.cluster.device_spec
+    peak = peak_flops_per_second(device, costs.precision) * costs.cluster.num_devices
+    flops = model_flops(costs.model, drawn) / batches
+    return Prediction(
+        iteration_seconds=seconds,
+        bubble_share=replay.bubble_share,
+        samples_per_second=demand.global_batch_size / seconds,
+        tokens_per_second=float(drawn.total_tokens.sum()) / batches / seconds,
+        peak_bytes=replay.peak_bytes,
+        peak_bytes_parts=replay.peak_parts,
+        # The catalogue's CPU rate is nominal, so a share of it would say nothing.
+        model_flops_utilization=None if device.name == "cpu" else flops / (seconds * peak),
+    )
+
+
+def _distinct(outcomes: list[Outcome]) -> list[Outcome]:
+    """The winner, then the best of every other degree and border, fastest first; others of the same kind follow."""
+    seen: set[tuple[Any, ...]] = set()
+    first: list[Outcome] = []
+    rest: list[Outcome] = []
+    for outcome in outcomes:
+        choice = outcome.ranked.choice
+        key = (choice.data, choice.pipeline, outcome.ranked.ends)
+        (rest if key in seen else first).append(outcome)
+        seen.add(key)
+    return first + rest
+
+
+def _describe(outcome: Outcome, best: Outcome, instance: Instance) -> dict[str, Any]:
+    choice = outcome.ranked.choice
+    stages = [
+        f"{stage.module}[{stage.layers[0]}:{stage.layers[1]}]@{stage.rank}"
+        for stage in instance.stages(outcome.ranked.ends)
+    ]
+    entry: dict[str, Any] = {
+        "data": choice.data,
+        "pipeline": choice.pipeline,
+        "num_microbatches": choice.num_microbatches,
+        "stages": " ".join(stages),
+        "closed_form_seconds": outcome.ranked.ticks * instance.tick_seconds,
+    }
+    if outcome.replay is None:
+        return {**entry, "predicted_seconds": None, "outcome": f"cannot run: {outcome.failure}"}
+    entry["predicted_seconds"] = outcome.replay.seconds
+    if outcome is best:
+        return {**entry, "outcome": "chosen", "busy_share": list(outcome.replay.busy_share)}
+    share = outcome.replay.seconds / best.seconds - 1
+    said = f"{share:.1%} slower" if share > 0 else "not slower on one batch, slower on all"
+    return {**entry, "outcome": f"{said} ({format_seconds(outcome.replay.seconds)} replayed)"}

@@ -1,0 +1,112 @@
+"""A plan as a table that is understood at a glance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from entrain_opt.plan import Plan
+from entrain_opt.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+_BAR = 12
+
+
+def plan_table(plan: Plan, *, limit_bytes: int | None = None) -> Group:
+    """One line per pipeline rank, then the plan in a few sentences.
+
+    Args:
+        plan: with a prediction, if it was solved rather than written by hand.
+        limit_bytes: memory of one rank, to show beside what is used.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    degrees, predicted = plan.degrees, plan.predicted
+    table = Table(title=f"{plan.model}: {_degrees(plan)}", title_justify="left")
+    for column in ("rank", "module", "layers", "predicted busy", "memory", "made up of"):
+        table.add_column(column, justify="right" if column in ("rank", "layers") else "left")
+    busy = _chosen(plan).get("busy_share", [])
+    for rank in range(degrees.pipeline):
+        held = [stage for stage in plan.stages if stage.rank == rank]
+        cells = [
+            _global_ranks(plan, rank),
+            "\n".join(stage.module for stage in held),
+            "\n".join(f"{stage.layers[0]} to {stage.layers[1] - 1}" for stage in held),
+            f"{_bar(busy[rank])} {busy[rank]:.0%}" if rank < len(busy) else "",
+        ]
+        if predicted is None:
+            cells += ["", ""]
+        else:
+            used = predicted.peak_bytes[rank]
+            limit = f" of {format_bytes(limit_bytes)}" if limit_bytes else ""
+            parts = predicted.peak_bytes_parts[rank] if predicted.peak_bytes_parts else {}
+            largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+            cells += [
+                f"{format_bytes(used)}{limit}",
+                ", ".join(f"{name} {format_bytes(size)}" for name, size in largest),
+            ]
+        table.add_row(*cells)
+    return Group(table, *(Text(line) for line in plan_sentences(plan)))
+
+
+def plan_sentences(plan: Plan) -> list[str]:
+    """What the plan promises, how sure the solver is, and what came second."""
+    lines = [
+        f"global batch of {plan.global_batch_size} samples, {plan.global_batch_size / plan.degrees.data:.4g} per "
+        f"replica in up to {plan.num_microbatches} microbatches; schedule {plan.schedule}, policy {plan.policy}"
+        + (f"; frozen: {', '.join(plan.frozen)}" if plan.frozen else "")
+    ]
+    predicted, provenance = plan.predicted, plan.provenance
+    if predicted is not None:
+        utilization = predicted.model_flops_utilization
+        lines.append(
+            f"predicted {format_seconds(predicted.iteration_seconds)} per step ({provenance.cost_source} costs), "
+            f"{predicted.samples_per_second:,.4g} samples/s, {predicted.tokens_per_second:,.4g} tokens/s, "
+            f"bubble {predicted.bubble_share:.1%}" + (f", MFU {utilization:.1%}" if utilization is not None else "")
+        )
+    caps = [
+        f"{value:,} {what} in flight"
+        for what, value in (("patches", plan.patches_in_flight), ("tokens", plan.tokens_in_flight))
+        if value is not None
+    ]
+    if caps:
+        lines.append(f"memory allows at most {' and '.join(caps)} per stage")
+    if provenance.objective_seconds is not None and provenance.bound_seconds is not None:
+        lines.append(
+            f"{provenance.method}: {provenance.solver_status}, closed form "
+            f"{format_seconds(provenance.objective_seconds)}, bound {format_seconds(provenance.bound_seconds)}, "
+            f"gap {provenance.gap or 0:.1%}"
+        )
+    runner_up = next((c for c in provenance.candidates if c.get("outcome") != "chosen"), None)
+    if runner_up is not None:
+        lines.append(
+            f"runner-up: data {runner_up['data']} x pipeline {runner_up['pipeline']}, {runner_up['num_microbatches']} "
+            f"microbatches, {runner_up['stages']}: {runner_up['outcome']}"
+        )
+    return lines
+
+
+def _degrees(plan: Plan) -> str:
+    degrees = plan.degrees
+    replicas = f"{degrees.data} replica{'s' if degrees.data > 1 else ''}"
+    return f"{degrees.world_size} ranks = {replicas} x {degrees.pipeline} pipeline rank{'s' * (degrees.pipeline > 1)}"
+
+
+def _chosen(plan: Plan) -> dict[str, Any]:
+    return next((c for c in plan.provenance.candidates if c.get("outcome") == "chosen"), {})
+
+
+def _global_ranks(plan: Plan, rank: int) -> str:
+    """Global ranks that hold this pipeline rank."""
+    ranks = [plan.degrees.global_rank(replica, rank) for replica in range(plan.degrees.data)]
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def _bar(share: float) -> str:
+    filled = round(min(max(share, 0.0), 1.0) * _BAR)
+    return "█" * filled + "░" * (_BAR - filled)
