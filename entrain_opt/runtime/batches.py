@@ -1,0 +1,313 @@
+"""From the rows of a global batch to what one rank needs of it.
+
+Every rank computes the same assignment and schedule from the same table of sizes, then loads only its own content: the
+first encoder stage decodes images, the first language-model stage reads ids, the last one reads labels, and all others
+load nothing. Runs in a loader process, ahead of training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from entrain_opt.assigner import assign_microbatches
+from entrain_opt.assignment import Assignment, BatchCosts
+from entrain_opt.errors import WorkloadError
+from entrain_opt.plan import Plan
+from entrain_opt.runtime.stages import PackedText
+from entrain_opt.schedule.actions import Action
+from entrain_opt.schedule.messages import with_messages
+from entrain_opt.schedule.orders import schedule_replica
+from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork, replica_work
+from entrain_opt.workload.samples import SampleTable
+
+UnitKey = tuple[int, int, int]
+"""(encoder, microbatch, part)"""
+
+
+class CostSource(Protocol):
+    """What the builder asks of a cost model."""
+
+    def batch_costs(self, samples: SampleTable, plan: Plan) -> BatchCosts: ...
+
+
+class SampleReader(Protocol):
+    """Content of one row of the sample table; `entrain_opt.runtime.reader.ChatReader` for chat data."""
+
+    def pixels(self, row: int, item: int) -> Tensor:
+        """[tiles, channels, height, width] of one media item of a sample."""
+
+    def text(self, row: int) -> Any:
+        """`EncodedSample` of one sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSize:
+    """Size of an encoder unit: attention segments (tiles) of equal length, and tokens after merging."""
+
+    segments: int
+    segment_patches: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitName:
+    """Which encoder unit a language-model microbatch consumes."""
+
+    encoder: int
+    microbatch: int
+    part: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBatch:
+    """One global batch, as one rank executes it.
+
+    Attributes:
+        actions: this rank's schedule with messages.
+        sources: encoder units that each language-model microbatch consumes, in feature order.
+        consumers: how many microbatches each encoder unit feeds.
+        encoder_sizes, llm_tokens: sizes of all units of the replica, from which message shapes follow.
+        pixels: per encoder unit, on the first encoder stage.
+        texts: per microbatch, on language-model stages.
+        label_tokens: label tokens of the whole global batch, over all replicas.
+        sample_ids: of the whole global batch, in the order drawn.
+        num_tokens: packed tokens of the whole global batch.
+        deferred_samples: samples of the whole global batch whose language-model part waits.
+        encoder_imbalance, llm_imbalance: largest over mean microbatch seconds of this replica.
+        assigner_seconds: time spent to assign and schedule.
+        digest: equal on all ranks if they agree on samples, assignment and plan.
+    """
+
+    actions: tuple[Action, ...]
+    sources: Mapping[int, tuple[UnitName, ...]]
+    consumers: Mapping[UnitKey, int]
+    encoder_sizes: Mapping[UnitKey, EncoderSize]
+    llm_tokens: Mapping[int, int]
+    pixels: Mapping[UnitKey, Tensor]
+    texts: Mapping[int, PackedText]
+    label_tokens: int
+    sample_ids: tuple[str, ...]
+    num_tokens: int
+    deferred_samples: int
+    encoder_imbalance: float
+    llm_imbalance: float
+    assigner_seconds: float
+    digest: int
+    device: torch.device
+
+    def num_consumers(self, encoder: int | None, unit: tuple[int, int, int]) -> int:
+        """Microbatches that an encoder unit, named by its last stage, feeds."""
+        assert encoder is not None
+        return self.consumers[encoder, unit[1], unit[2]]
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> RankBatch:
+        """The same batch with its tensors on a device."""
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device, **kwargs)
+            if isinstance(value, tuple):
+                return tuple(move(item) for item in value)
+            return value
+
+        names = ("position_ids", "input_ids", "label_ids", "label_positions", "feature_positions", "feature_rows")
+        return replace(
+            self,
+            pixels={key: move(value) for key, value in self.pixels.items()},
+            texts={
+                key: replace(text, **{name: move(getattr(text, name)) for name in names})
+                for key, text in self.texts.items()
+            },
+            device=torch.device(device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankBatchBuilder:
+    """Builds `RankBatch` records for one rank.
+
+    Attributes:
+        samples: the indexed dataset.
+        reader: content of its rows.
+        plan, cost_model: the same on every rank.
+        replica, pipeline_rank: where this rank stands.
+    """
+
+    samples: SampleTable
+    reader: SampleReader
+    plan: Plan
+    cost_model: CostSource
+    replica: int
+    pipeline_rank: int
+
+    def build(self, rows: Sequence[int]) -> RankBatch:
+        """Assign, schedule and load one global batch.
+
+        Args:
+            rows: of `samples`.
+
+        Raises:
+            WorkloadError: a file is broken or its content differs from the index.
+            AssignmentError: a sample does not fit in memory.
+        """
+        started = time.perf_counter()
+        rows = np.asarray(rows, dtype=np.int64)
+        table = self.samples.take(rows)
+        costs = self.cost_model.batch_costs(table, self.plan)
+        shape = self.plan.pipeline_shape
+        assignment = assign_microbatches(
+            costs,
+            shape,
+            num_replicas=self.plan.degrees.data,
+            num_microbatches=self.plan.num_microbatches,
+            policy=self.plan.policy,
+        )
+        work = replica_work(costs, assignment, shape, self.replica)
+        schedule = schedule_replica(work, shape, order=self.plan.schedule, costs=costs)
+        actions = with_messages(schedule, work, shape)[self.pipeline_rank]
+        assigner_seconds = time.perf_counter() - started
+        stages = shape.stages_of_rank(self.pipeline_rank)
+        holds_llm = any(stage in stages for stage in shape.stages_of_llm)
+        first_encoder_stages = {shape.stages_of_encoder(e)[0]: e for e in range(shape.num_encoders)}
+        mine = {first_encoder_stages[stage] for stage in stages if stage in first_encoder_stages}
+        encoder_loads, llm_loads = _loads(costs, assignment, self.replica)
+        return RankBatch(
+            actions=actions,
+            sources={
+                unit.microbatch: tuple(_name(work.encoder_units[source]) for source in unit.sources)
+                for unit in work.llm_units
+            },
+            consumers={_key(unit): len(unit.consumers) for unit in work.encoder_units},
+            encoder_sizes={_key(unit): _encoder_size(table, unit) for unit in work.encoder_units},
+            llm_tokens={unit.microbatch: int(table.total_tokens[unit.samples].sum()) for unit in work.llm_units},
+            pixels={_key(unit): self._pixels(table, rows, unit) for unit in work.encoder_units if unit.encoder in mine},
+            texts={u.microbatch: self._text(table, rows, u, work, stages) for u in work.llm_units} if holds_llm else {},
+            label_tokens=int(table.label_tokens.sum()),
+            sample_ids=tuple(str(name) for name in table.sample_ids),
+            num_tokens=int(table.total_tokens.sum()),
+            deferred_samples=len(assignment.deferred_samples(costs)),
+            encoder_imbalance=_imbalance(encoder_loads),
+            llm_imbalance=_imbalance(llm_loads),
+            assigner_seconds=assigner_seconds,
+            digest=_digest(table, assignment, self.plan),
+            device=torch.device("cpu"),
+        )
+
+    def _pixels(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit) -> Tensor:
+        tiles = []
+        media_sample = table.media_sample
+        for media in unit.media:
+            sample = media_sample[media]
+            pixels = self.reader.pixels(int(rows[sample]), int(media - table.media_offsets[sample]))
+            if len(pixels) != table.media_segments[media]:
+                raise WorkloadError(
+                    f"sample {table.sample_ids[sample]}: the processor made {len(pixels)} tiles of media item "
+                    f"{media - table.media_offsets[sample]}, the index says {table.media_segments[media]}. "
+                    "The dataset or the processor changed; run `entrain index` again."
+                )
+            tiles.append(pixels)
+        return torch.cat(tiles)
+
+    def _text(
+        self, table: SampleTable, rows: np.ndarray, unit: LlmUnit, work: ReplicaWork, stages: tuple[int, ...]
+    ) -> PackedText:
+        shape = self.plan.pipeline_shape
+        lengths = table.total_tokens[unit.samples]
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        positions = torch.from_numpy(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths))
+        text = PackedText(segment_offsets=[int(offset) for offset in offsets], position_ids=positions)
+        is_first, is_last = shape.stages_of_llm[0] in stages, shape.stages_of_llm[-1] in stages
+        if not (is_first or is_last):
+            return text
+        encoded = [self.reader.text(int(rows[sample])) for sample in unit.samples]
+        for sample, length, content in zip(unit.samples, lengths, encoded, strict=True):
+            if len(content.input_ids) != length:
+                raise WorkloadError(
+                    f"sample {table.sample_ids[sample]}: has {len(content.input_ids)} tokens, the index says {length}. "
+                    "The dataset, tokenizer or chat template changed; run `entrain index` again."
+                )
+        if is_last:
+            labels = torch.from_numpy(np.concatenate([content.label_ids for content in encoded]))
+            label_positions = torch.nonzero(labels != -100).squeeze(1)
+            text = replace(text, label_positions=label_positions, label_ids=labels[label_positions])
+        if is_first:
+            targets = _feature_targets(table, unit.samples, offsets, encoded)
+            sources = [work.encoder_units[source] for source in unit.sources]
+            text = replace(
+                text,
+                input_ids=torch.from_numpy(np.concatenate([content.input_ids for content in encoded])),
+                feature_positions=tuple(
+                    torch.from_numpy(np.concatenate([targets[m] for m in source.media if m in targets]))
+                    for source in sources
+                ),
+                feature_rows=tuple(_feature_rows(table, source, targets) for source in sources),
+            )
+        return text
+
+
+def _feature_targets(
+    table: SampleTable, samples: np.ndarray, offsets: np.ndarray, encoded: Sequence[Any]
+) -> dict[int, np.ndarray]:
+    """{media item: rows of the packed sequence that its features fill}."""
+    targets: dict[int, np.ndarray] = {}
+    for sample, offset, content in zip(samples, offsets[:-1], encoded, strict=True):
+        first, end = table.media_offsets[sample], table.media_offsets[sample + 1]
+        ends = np.cumsum(table.media_tokens[first:end])
+        for media, until, tokens in zip(range(first, end), ends, table.media_tokens[first:end], strict=True):
+            targets[media] = content.media_positions[until - tokens : until] + offset
+    return targets
+
+
+def _feature_rows(table: SampleTable, source: EncoderUnit, targets: Mapping[int, np.ndarray]) -> Tensor | None:
+    """Rows of a unit's features that belong to the given media; None if all do."""
+    taken = np.array([media in targets for media in source.media])
+    if taken.all():
+        return None
+    return torch.from_numpy(np.flatnonzero(np.repeat(taken, table.media_tokens[source.media])))
+
+
+def _key(unit: EncoderUnit) -> UnitKey:
+    return unit.encoder, unit.microbatch, unit.part
+
+
+def _name(unit: EncoderUnit) -> UnitName:
+    return UnitName(unit.encoder, unit.microbatch, unit.part)
+
+
+def _encoder_size(table: SampleTable, unit: EncoderUnit) -> EncoderSize:
+    segments = table.media_segments[unit.media]
+    return EncoderSize(
+        segments=int(segments.sum()),
+        segment_patches=int(table.media_patches[unit.media[0]] // segments[0]),
+        tokens=int(table.media_tokens[unit.media].sum()),
+    )
+
+
+def _loads(costs: BatchCosts, assignment: Assignment, replica: int) -> tuple[np.ndarray, np.ndarray]:
+    """Encoder and language-model seconds of each microbatch of a replica."""
+    count = int(assignment.num_microbatches[replica])
+    mine = assignment.replica == replica
+    media = costs.has_media & mine[costs.media_sample]
+    encoder = np.bincount(assignment.encoder_microbatch[media], costs.encoder_seconds[media], minlength=count)
+    llm = np.bincount(assignment.llm_microbatch[mine], costs.llm_seconds[mine], minlength=count)
+    return encoder, llm
+
+
+def _imbalance(loads: np.ndarray) -> float:
+    """Largest over mean; 1 where there is no load."""
+    return float(loads.max() / loads.mean()) if len(loads) and loads.sum() > 0 else 1.0
+
+
+def _digest(table: SampleTable, assignment: Assignment, plan: Plan) -> int:
+    content = hashlib.sha256(repr((plan, table.sample_ids.tolist())).encode())
+    for values in (assignment.replica, assignment.encoder_microbatch, assignment.llm_microbatch):
+        content.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
+    return int.from_bytes(content.digest()[:6], "little")

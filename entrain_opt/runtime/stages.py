@@ -1,0 +1,158 @@
+"""The part of a model that one rank holds, and what each of its stages computes.
+
+Cutting is by parameter: every parameter of the Hugging Face model has exactly one place, each stage owns the places in
+its layer range, and a rank keeps the parameters of its stages under their original names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.plan import Plan
+from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, Place, family_of
+from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedText:
+    """The samples of one language-model microbatch in one row (T tokens, S samples).
+
+    Attributes:
+        segment_offsets: [S + 1] token offsets of the samples.
+        input_ids: [T]; needed by the first stage only.
+        label_ids: [L] next tokens to predict, and
+        label_positions: [L] the rows that predict them; needed by the last stage only.
+        feature_positions: for each source unit, the rows that its features go to; needed by the first stage only.
+        feature_rows: for each source unit, the rows of its features that this microbatch takes; None for all.
+    """
+
+    segment_offsets: list[int]
+    position_ids: Tensor
+    input_ids: Tensor | None = None
+    label_ids: Tensor | None = None
+    label_positions: Tensor | None = None
+    feature_positions: tuple[Tensor, ...] = ()
+    feature_rows: tuple[Tensor | None, ...] = ()
+
+
+class RankModel(nn.Module):
+    """The pruned Hugging Face model of one rank, with its stages as methods.
+
+    Attributes:
+        model: the Hugging Face model; parameters of other ranks are None.
+        stages: indices (into `plan.stages`) of the stages on this rank.
+    """
+
+    def __init__(self, model: nn.Module, family: Family, plan: Plan, stages: tuple[int, ...]) -> None:
+        super().__init__()
+        self.model = model
+        self.family = family
+        self.plan = plan
+        self.stages = stages
+        self.num_layers = family.num_layers()
+
+    def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
+        """Trained parameters that a stage's backward pass reaches, by name; a tied one under its owner's name."""
+        family, plan, tied = self.family, self.plan, self.family.tied()
+        found: dict[str, nn.Parameter] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            place = family.place(name)
+            if parameter.requires_grad and place.position != UNUSED and stage_of(place, plan) == stage:
+                found[tied.get(name, name)] = parameter
+        return found
+
+    def encode(self, stage: int, hidden: Tensor) -> Tensor:
+        """One encoder stage: pixels or hidden states -> hidden states or features."""
+        return self.family.encode(self.model, hidden, self.plan.stages[stage].layers)
+
+    def decode(self, stage: int, text: PackedText, hidden: Tensor | None, features: list[Tensor]) -> Tensor:
+        """One language-model stage without the head: [T, width] -> [T, width].
+
+        The first stage takes ids from `text` and features; they replace the rows of the media placeholders.
+        """
+        layers = self.plan.stages[stage].layers
+        if layers[0] == 0:
+            assert text.input_ids is not None
+            hidden = self.family.embed(self.model, text.input_ids)
+            for positions, rows, feature in zip(text.feature_positions, text.feature_rows, features, strict=True):
+                chosen = feature if rows is None else feature.index_select(0, rows)
+                hidden = hidden.index_copy(0, positions, chosen.to(hidden.dtype))
+        assert hidden is not None
+        return self.family.decode(self.model, hidden, text.position_ids, text.segment_offsets, layers)
+
+    def is_first_llm_stage(self, stage: int) -> bool:
+        return self.plan.stages[stage].module == "llm" and self.plan.stages[stage].layers[0] == 0
+
+    def is_last_llm_stage(self, stage: int) -> bool:
+        return stage == len(self.plan.stages) - 1
+
+    def loss_sum(self, text: PackedText, hidden: Tensor) -> Tensor:
+        """Cross-entropy summed over the label tokens of one microbatch; logits exist at those rows only."""
+        assert text.label_ids is not None
+        assert text.label_positions is not None
+        logits = self.family.logits(self.model, hidden.index_select(0, text.label_positions))
+        return nn.functional.cross_entropy(logits.float(), text.label_ids, reduction="sum")
+
+
+def stage_of(place: Place, plan: Plan) -> int:
+    """Index of the stage that owns a place."""
+    candidates = [index for index, stage in enumerate(plan.stages) if stage.module == place.module]
+    if not candidates:
+        raise RuntimeConfigError(f"plan: no stage holds module {place.module!r} of {plan.model}.")
+    if place.position == INPUT:
+        return candidates[0]
+    if place.position in (OUTPUT, UNUSED):
+        return candidates[-1]
+    for index in candidates:
+        first, end = plan.stages[index].layers
+        if first <= int(place.position) < end:
+            return index
+    raise RuntimeConfigError(f"plan: no stage holds layer {place.position} of module {place.module!r}.")
+
+
+def build_rank_model(
+    folder: str | Path, plan: Plan, pipeline_rank: int, *, seed: int, dtype: torch.dtype = torch.float32
+) -> RankModel:
+    """Build what one pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
+
+    Args:
+        folder: model folder in Hugging Face format; its safetensors are read if present, else `seed` decides.
+        plan: checked against the model's layers.
+        pipeline_rank: rank within the replica.
+        seed: of the initial weights.
+        dtype: of the parameters.
+
+    Raises:
+        RuntimeConfigError: unknown family or parameter, or missing weights.
+        PlanError: the plan is for another model.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise RuntimeConfigError(f"model: no config.json in {folder}; expected a folder in Hugging Face format.")
+    family = family_of(AutoConfig.from_pretrained(folder))
+    plan.check(num_layers=family.num_layers())
+    with torch.device("meta"):
+        model = family.build()
+    stages = plan.pipeline_shape.stages_of_rank(pipeline_rank)
+    tied = family.tied()
+    names = set()
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if stage_of(family.place(name), plan) in stages:
+            names |= {name, tied.get(name, name)}
+    removed = keep_only(model, names)
+    with_weights = has_safetensors(folder)
+    materialize(model, removed, seed=None if with_weights else seed, dtype=dtype)
+    tie(model, tied)
+    if with_weights:
+        load_safetensors(model, family, folder)
+    for name, parameter in model.named_parameters():
+        place = family.place(name)
+        parameter.requires_grad_(place.part not in plan.frozen)
+    return RankModel(model, family, plan, stages)

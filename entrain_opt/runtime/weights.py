@@ -1,0 +1,148 @@
+"""Weights of one rank: its own parameters only, equal under every plan.
+
+The whole model is built on the meta device (no memory), every parameter of other ranks is removed, and the rest is read
+from safetensors by name or drawn from a generator seeded by (seed, module name). So the value of a weight depends on the
+seed and its name, never on which rank holds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.runtime.families import Family
+
+
+def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module_name, _, leaf = name.rpartition(".")
+    return model.get_submodule(module_name), leaf
+
+
+def keep_only(model: nn.Module, names: set[str]) -> set[str]:
+    """Remove every parameter that is not named, and return the removed names.
+
+    Modules stay, so that the remaining names do not change.
+    """
+    removed = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+    for name in removed:
+        module, leaf = _parent(model, name)
+        setattr(module, leaf, None)
+    return removed
+
+
+def materialize(model: nn.Module, removed: set[str], *, seed: int | None, dtype: torch.dtype) -> None:
+    """Give the remaining meta parameters and all buffers CPU memory and their initial values.
+
+    Args:
+        model: after `keep_only`.
+        removed: what `keep_only` returned.
+        seed: of the parameters; None leaves them undefined (they will be loaded) and sets the buffers only.
+        dtype: of the parameters.
+    """
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        module, leaf = _parent(model, name)
+        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))
+    persistent = set(model.state_dict())
+    for name, buffer in list(model.named_buffers()):
+        module, leaf = _parent(model, name)
+        empty = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+        module.register_buffer(leaf, empty, persistent=name in persistent)
+    _initialize(model, removed, seed)
+
+
+def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
+    """Apply the model's own initialisation, module by module, children first, each from its own generator."""
+    from transformers import PreTrainedModel
+
+    incomplete = {""}
+    for name in removed:
+        pieces = name.split(".")[:-1]
+        incomplete |= {".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
+
+    def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, owner)
+        if name in incomplete or (seed is None and not list(module.buffers(recurse=False))):
+            return
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1)
+        owner._init_weights(module)
+
+    assert isinstance(model, PreTrainedModel)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        visit(model, "", model)
+
+
+def tie(model: nn.Module, tied: dict[str, str]) -> None:
+    """Make each tied parameter that this rank holds the same tensor as its owner."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    for name, owner in tied.items():
+        if name in held:
+            module, leaf = _parent(model, name)
+            setattr(module, leaf, held[owner])
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a model folder comes with weights."""
+    return bool(_weight_files(folder))
+
+
+def load_safetensors(model: nn.Module, family: Family, folder: Path) -> None:
+    """Read this rank's parameters from the folder's safetensors.
+
+    Raises:
+        RuntimeConfigError: a parameter is missing or has another shape.
+    """
+    files = _weight_files(folder)
+    wanted = dict(model.named_parameters())
+    for name, stored in _find_on_disk(files, family, wanted, folder).items():
+        with torch.no_grad():
+            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """{stored tensor name: file}."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {n: folder / f for n, f in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        return {}
+    with safe_open(single, "pt") as content:
+        return dict.fromkeys(content.keys(), single)
+
+
+def _find_on_disk(files: dict[str, Path], family: Family, names: Iterable[str], folder: Path) -> dict[str, str]:
+    found, missing = {}, []
+    for name in names:
+        stored = next((candidate for candidate in family.disk_names(name) if candidate in files), None)
+        if stored is None:
+            missing.append(name)
+        else:
+            found[name] = stored
+    if missing:
+        raise RuntimeConfigError(
+            f"model: {folder} lacks {len(missing)} parameters, the first is {missing[0]!r}. Save the model again with "
+            "`save_pretrained` of Transformers 5."
+        )
+    return found
+
+
+def _read_tensor(path: Path, stored: str, name: str, shape: torch.Size) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as content:
+        tensor = content.get_tensor(stored)
+    if tensor.shape != shape:
+        raise RuntimeConfigError(
+            f"model: {path} holds {stored!r} with shape {list(tensor.shape)}, but {name!r} expects {list(shape)}."
+        )
+    return tensor

@@ -1,0 +1,181 @@
+"""Tiny models, batches and plans for multi-process tests, and the plain single-process reference."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
+
+from entrain_opt.cost import CostModel
+from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
+from entrain_opt.runtime.batches import RankBatchBuilder
+from entrain_opt.runtime.executor import PipelineExecutor
+from entrain_opt.runtime.gradients import GradientReducer
+from entrain_opt.runtime.p2p import make_groups
+from entrain_opt.runtime.stages import build_rank_model, stage_of
+from entrain_opt.spec import ClusterSpec, ModelSpec
+from entrain_opt.workload.chat import EncodedSample
+from entrain_opt.workload.samples import SampleTable
+
+IMAGE_ID = 3
+TILE_TOKENS = 4
+
+
+def write_model(folder, *, tied=False, vision_feature_layer=-1, text_layers=3, vision_layers=4):
+    """Write the config of a model of a few thousand parameters."""
+    vision = SiglipVisionConfig(
+        hidden_size=24, intermediate_size=48, num_hidden_layers=vision_layers, num_attention_heads=2, image_size=28,
+        patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    text = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=text_layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=67, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE_ID, tie_word_embeddings=tied,
+        vision_feature_layer=vision_feature_layer, vision_feature_select_strategy="full", image_seq_length=TILE_TOKENS,
+    )  # fmt: skip
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(folder)
+    return Path(folder)
+
+
+class SyntheticReader:
+    """Random samples whose content depends on the row only: text-only, one image, several images of several tiles."""
+
+    def __init__(self, tiles_per_sample, *, seed=0):
+        self.tiles = tiles_per_sample
+        self.seed = seed
+
+    def _rng(self, row):
+        return np.random.default_rng([self.seed, row])
+
+    def pixels(self, row, item):
+        rng = np.random.default_rng([self.seed, row, item])
+        return torch.from_numpy(rng.standard_normal((self.tiles[row][item], 3, 28, 28)).astype(np.float32))
+
+    def text(self, row):
+        rng = self._rng(row)
+        pieces, is_media = [], []
+        for tiles in self.tiles[row]:
+            words = rng.integers(4, 67, size=rng.integers(1, 5))
+            pieces += [words, np.full(tiles * TILE_TOKENS, IMAGE_ID)]
+            is_media += [np.zeros(len(words), bool), np.ones(tiles * TILE_TOKENS, bool)]
+        words = rng.integers(4, 67, size=rng.integers(4, 20))
+        ids = np.concatenate([*pieces, words]).astype(np.int64)
+        media = np.concatenate([*is_media, np.zeros(len(words), bool)])
+        labels = np.full(len(ids), -100, dtype=np.int64)
+        answer = len(ids) - len(words) // 2
+        labels[answer - 1 : -1] = ids[answer:]
+        return EncodedSample(input_ids=ids, label_ids=labels, media_positions=np.flatnonzero(media))
+
+    def table(self):
+        texts = [self.text(row) for row in range(len(self.tiles))]
+        tiles = np.array([count for sample in self.tiles for count in sample], dtype=np.int64)
+        return SampleTable(
+            sample_ids=np.array([f"s{row}" for row in range(len(self.tiles))]),
+            text_tokens=np.array([len(t.input_ids) - len(t.media_positions) for t in texts]),
+            label_tokens=np.array([(t.label_ids != -100).sum() for t in texts]),
+            media_offsets=np.concatenate([[0], np.cumsum([len(sample) for sample in self.tiles])]),
+            media_kind=np.zeros(len(tiles), dtype=np.int64),
+            media_patches=tiles * 4,
+            media_segments=tiles,
+            media_tokens=tiles * TILE_TOKENS,
+        )
+
+
+#: Ten samples: text-only, single-image and multi-image ones, with up to nine tiles.
+MIXED_TILES = [[1], [], [3, 1], [2], [7], [], [1, 1, 2], [5], [4], [9]]
+
+#: Layer ranges of the stages and the rank of each, for a model of 4 vision and 3 language-model layers.
+SPLITS = {
+    1: [("vision", (0, 4), 0), ("llm", (0, 3), 0)],
+    2: [("vision", (0, 4), 0), ("llm", (0, 3), 1)],
+    3: [("vision", (0, 2), 0), ("vision", (2, 4), 1), ("llm", (0, 3), 2)],
+    "3-llm": [("vision", (0, 4), 0), ("llm", (0, 1), 1), ("llm", (1, 3), 2)],
+}  # fmt: skip
+
+
+def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="1f1b", num_microbatches=4, **fields):
+    stages = tuple(StagePlan(module=m, layers=layers, rank=rank) for m, layers, rank in split)
+    return Plan(
+        model=str(folder),
+        degrees=ParallelDegrees(data=data, pipeline=1 + max(stage.rank for stage in stages)),
+        stages=stages,
+        global_batch_size=10,
+        num_microbatches=num_microbatches,
+        schedule=schedule,
+        policy=policy,
+        frozen=tuple(frozen),
+        **fields,
+    )
+
+
+def run_pipeline(plan, reader, rows, *, seed=7, training=True):
+    """Run one iteration on this rank. Returns its loss share, gradients by name, global norm, and rank batch."""
+    probe = build_rank_model(plan.model, plan, 0, seed=seed)
+    tied = [
+        stage_of(probe.family.place(name), plan) for pair in probe.family.tied().items() for name in pair
+    ]  # fmt: skip
+    groups = make_groups(plan, tied_stages=tuple(tied))
+    model = build_rank_model(plan.model, plan, groups.pipeline_rank, seed=seed)
+    spec = ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
+    builder = RankBatchBuilder(
+        samples=reader.table(),
+        reader=reader,
+        plan=plan,
+        cost_model=CostModel(spec, ClusterSpec(device="cpu")),
+        replica=groups.replica,
+        pipeline_rank=groups.pipeline_rank,
+    )
+    batch = builder.build(rows)
+    reducer = GradientReducer(model, groups)
+    result = PipelineExecutor(model, groups, reducer).run(batch, training=training)
+    gradients = {name: p.grad.numpy() for name, p in model.model.named_parameters() if p.grad is not None}
+    norm = float(reducer.global_norm()) if training else 0.0
+    return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "digest": batch.digest}
+
+
+def reference(folder, reader, rows, *, frozen=(), seed=7):
+    """Loss and gradients of the plain model, one sample at a time, token-weighted over the global batch."""
+    from transformers import AutoConfig
+
+    whole = build_rank_model(folder, make_plan(folder, SPLITS[1], frozen=frozen), 0, seed=seed)
+    state = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    model = LlavaForConditionalGeneration(AutoConfig.from_pretrained(folder))
+    model.load_state_dict(state, strict=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(whole.family.place(name).part not in frozen)
+    texts = [reader.text(row) for row in rows]
+    total = sum((t.label_ids != -100).sum() for t in texts)
+    loss = 0.0
+    for row, text in zip(rows, texts, strict=True):
+        tiles = [reader.pixels(row, item) for item in range(len(reader.tiles[row]))]
+        share = model(
+            input_ids=torch.from_numpy(text.input_ids)[None],
+            pixel_values=torch.cat(tiles) if tiles else None,
+            labels=torch.from_numpy(text.label_ids)[None],
+            shift_labels=torch.from_numpy(text.label_ids)[None],
+            num_items_in_batch=int(total),
+        ).loss
+        if share.requires_grad:
+            share.backward()
+        loss += share.item()
+    return loss, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def relative_error(found, expected):
+    """Largest error over all parameters, each relative to the norm of its own gradient.
+
+    A missing gradient counts as zero. Softmax ignores a key bias: its gradient is zero in exact arithmetic and pure
+    rounding here, so it is measured against the query bias of the same layer.
+    """
+    worst = 0.0
+    for name in set(found) | set(expected):
+        a, b = found.get(name), expected.get(name)
+        a = np.zeros_like(b) if a is None else a
+        b = np.zeros_like(a) if b is None else b
+        scale = float(np.linalg.norm(expected.get(name.replace("k_proj.bias", "q_proj.bias"), b)))
+        error = float(np.linalg.norm(a - b))
+        worst = max(worst, error / scale if scale > 0 else error)
+    return worst
