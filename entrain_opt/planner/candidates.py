@@ -17,7 +17,7 @@ from entrain_opt.planner.replay import Replay, Replayer
 from entrain_opt.planner.search import Ranked, best_partition
 from entrain_opt.planner.space import Instance
 
-#: Other degrees are replayed if predicted to lose at most this share, and at most so many.
+#: Other degrees are replayed if predicted to lose at most this share (one in any case), and at most so many.
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 #: Replays on one batch, and how many candidates get all batches.
 MOST_REPLAYS, FINALISTS, FINAL_BATCHES = 24, 3, 3
@@ -42,7 +42,8 @@ def first_candidates(instance: Instance, solved: Ranked, ranking: list[Ranked]) 
     degrees = {(solved.choice.data, solved.choice.pipeline)}
     for ranked in ranking:
         pair = (ranked.choice.data, ranked.choice.pipeline)
-        if pair not in degrees and len(degrees) < MOST_DEGREES and ranked.ticks <= (1 + WORTH_REPLAYING) * solved.ticks:
+        worth = ranked.ticks <= (1 + WORTH_REPLAYING) * solved.ticks or len(degrees) == 1
+        if pair not in degrees and len(degrees) < MOST_DEGREES and worth:
             degrees.add(pair)
             yield ranked
     yield from border_neighbours(instance, solved)

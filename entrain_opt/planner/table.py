@@ -56,7 +56,7 @@ def plan_sentences(plan: Plan) -> list[str]:
     """What the plan promises, how sure the solver is, and what came second."""
     lines = [
         f"global batch of {plan.global_batch_size} samples, {plan.global_batch_size / plan.degrees.data:.4g} per "
-        f"replica in up to {plan.num_microbatches} microbatches; schedule {plan.schedule}, policy {plan.policy}"
+        f"replica in up to {plan.num_microbatches} microbatch{'es' * (plan.num_microbatches > 1)}; schedule {plan.schedule}, policy {plan.policy}"
         + (f"; frozen: {', '.join(plan.frozen)}" if plan.frozen else "")
     ]
     predicted, provenance = plan.predicted, plan.provenance

@@ -1,0 +1,183 @@
+"""Times the real layers of a model on the device at hand, with as many processes busy as in training.
+
+1. One worker process per process that training keeps busy is started; all measure the same thing at the same time,
+   because processes of one machine share caches and memory bandwidth.
+2. Each times embeddings, layers, projector and head at a range of sizes (`measure_worker.py`), round after round
+   within a time budget.
+3. Medians over rounds, means over workers, and a non-negative least-squares line for each piece.
+
+Promise: what is timed is the code that the executor runs (`Family.encode`, `decode`, ...), with gradients where the
+frozen parts leave some. Price: about ten seconds for models/tiny-llava, most of it the budget. Messages are timed
+between two local processes over gloo; where only one process is busy, or on CUDA, they are left to the cost model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
+from entrain_opt.cost.precision import find_precision
+from entrain_opt.cost.profile import MeasuredCosts, TimedPass, fit_line, machine_name
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.spec.model import check_frozen
+
+#: A worker that takes longer has failed.
+_TOLERATED_SECONDS = 600
+
+
+def measure_costs(
+    model_folder: str | Path,
+    *,
+    frozen: Sequence[str] = (),
+    num_processes_busy: int = 1,
+    precision: str = "32-true",
+    device: str = "cpu",
+    budget_seconds: float = 5.0,
+) -> MeasuredCosts:
+    """Measure a model on this machine.
+
+    Args:
+        model_folder: Hugging Face folder of a family that the runtime knows; weights are not read.
+        frozen: parts that do not train.
+        num_processes_busy: processes that measure at the same time, one thread each on CPU.
+        precision: Lightning's name of it.
+        device: `cpu` or `cuda`.
+        budget_seconds: spent on rounds, besides start-up (a few seconds) and at least two rounds.
+
+    Raises:
+        RuntimeConfigError: unknown family, precision or frozen part, no such device, or a worker failed.
+    """
+    check_frozen(frozen)
+    find_precision(precision)
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise RuntimeConfigError(f"device: expected cpu, or cuda where there is one, found {device!r}.")
+    if num_processes_busy < 1:
+        raise RuntimeConfigError(f"num_processes_busy: expected at least 1, found {num_processes_busy}.")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="entrain-profile-") as scratch:
+        request = {
+            "model_folder": str(model_folder),
+            "frozen": list(frozen),
+            "precision": precision,
+            "device": device,
+            "budget_seconds": budget_seconds,
+            "num_workers": num_processes_busy,
+            "scratch": scratch,
+        }
+        results = _run_workers(request, Path(scratch))
+    passes = _combine([result["passes"] for result in results])
+    modules, residuals = _fit(passes)
+    message, message_error = (
+        (Line(), None)
+        if "message" not in passes
+        else fit_line(passes["message"], columns=("token_seconds", "fixed_seconds"))
+    )
+    if message_error is not None:
+        residuals["message"] = message_error
+    return MeasuredCosts(
+        modules=modules,
+        message_latency_seconds=message.fixed_seconds if message_error is not None else None,
+        message_bytes_per_second=1 / message.token_seconds if message.token_seconds > 0 else None,
+        step_seconds_per_parameter=passes["step"][0].seconds / passes["step"][0].tokens,
+        action_seconds=passes["action"][0].seconds,
+        residuals=residuals,
+        device=machine_name() if device == "cpu" else torch.cuda.get_device_name(),
+        num_threads=1,
+        num_processes_busy=num_processes_busy,
+        precision=precision,
+        frozen=tuple(frozen),
+        torch_version=str(torch.__version__),
+        model=Path(model_folder).name,
+        seconds_spent=time.perf_counter() - started,
+    )
+
+
+def _run_workers(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
+    """Start all workers, wait for all; the first failure is raised with its output."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
+    workers = []
+    for rank in range(request["num_workers"]):
+        with (scratch / f"log{rank}").open("w") as log:
+            command = [
+                sys.executable,
+                "-m",
+                "entrain_opt.runtime.measure_worker",
+                json.dumps({**request, "rank": rank}),
+            ]
+            workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
+    try:
+        deadline = time.monotonic() + _TOLERATED_SECONDS
+        running = list(range(len(workers)))
+        while running:
+            for rank in list(running):
+                status = workers[rank].poll()
+                if status is not None:
+                    running.remove(rank)
+                if status:
+                    log_text = (scratch / f"log{rank}").read_text(errors="replace")
+                    raise RuntimeConfigError(
+                        f"measuring failed in worker {rank} (status {status}):\n{log_text[-4000:]}"
+                    )
+            if time.monotonic() > deadline:
+                raise RuntimeConfigError(f"measuring: no result after {_TOLERATED_SECONDS} s; use cost_model analytic.")
+            time.sleep(0.02)
+    finally:
+        for worker in workers:
+            if worker.poll() is None:
+                worker.kill()
+            worker.wait()
+    return [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(len(workers))]
+
+
+def _combine(results: list[dict[str, list[list[float]]]]) -> dict[str, list[TimedPass]]:
+    """Means over the workers that timed a pass; they list the same passes in the same order."""
+    combined: dict[str, list[TimedPass]] = {}
+    for name in dict.fromkeys(name for result in results for name in result):
+        columns = zip(*(result[name] for result in results if name in result), strict=True)
+        combined[name] = [
+            TimedPass(
+                squares=rows[0][0],
+                tokens=rows[0][1],
+                segments=rows[0][2],
+                seconds=statistics.fmean(row[3] for row in rows),
+            )
+            for rows in columns
+        ]
+    return combined
+
+
+def _fit(passes: dict[str, list[TimedPass]]) -> tuple[dict[str, ModuleCosts], dict[str, float]]:
+    residuals: dict[str, float] = {}
+    modules: dict[str, ModuleCosts] = {}
+    for module in ("vision", "llm"):
+        parts: dict[str, PartCosts] = {}
+        for piece in ("input", "layer", "output"):
+            lines: dict[str, Line] = {}
+            # A tile's length never varies, and pieces without attention see no segments.
+            columns: Sequence[str] = ("token_seconds", "fixed_seconds")
+            if (module, piece) == ("llm", "layer"):
+                columns = ("square_seconds", "token_seconds", "segment_seconds", "fixed_seconds")
+            for direction in ("forward", "backward", "input_backward"):
+                name = f"{module} {piece} {direction}"
+                if name in passes:
+                    lines[direction], residuals[name] = fit_line(passes[name], columns=columns)
+            parts[piece] = PartCosts(**lines)
+        modules[module] = ModuleCosts(**parts)
+    return modules, residuals
