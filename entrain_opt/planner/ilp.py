@@ -122,7 +122,15 @@ def solve_ilp(
 
 def _solver(pulp: Any, time_limit_seconds: float, seed: int) -> Any:
     """HiGHS, else CBC; one thread and no gap, so that the same problem gives the same answer."""
-    highs = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, threads=1, gapRel=0.0, gapAbs=0.5, random_seed=seed)
+    highs = pulp.HiGHS(
+        msg=False,
+        timeLimit=time_limit_seconds,
+        threads=1,
+        gapRel=0.0,
+        gapAbs=0.5,
+        random_seed=seed,
+        log_to_console=False,
+    )
     if highs.available():
         return highs
     cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, threads=1, gapRel=0.0)

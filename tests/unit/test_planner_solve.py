@@ -1,0 +1,167 @@
+"""Plans: checked, within memory, deterministic, no worse than the paper's rule, and honest when nothing fits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_cases import make_model, make_samples
+
+from entrain_opt.cost import CostModel
+from entrain_opt.errors import PlanError, WorkloadError
+from entrain_opt.plan import Plan
+from entrain_opt.planner import PlanOptions, solve_plan
+from entrain_opt.planner.options import METHODS
+from entrain_opt.spec import ClusterSpec
+
+ANALYTIC = PlanOptions(cost_model="analytic")
+SAMPLES = make_samples(120)
+
+
+def solve(devices: int = 4, *, batch: int = 32, model=None, samples=SAMPLES, **options) -> Plan:
+    return solve_plan(
+        model or make_model(), samples, ClusterSpec(devices_per_node=devices), global_batch_size=batch,
+        options=replace(ANALYTIC, **options),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("devices", [1, 4])
+def test_every_method_gives_a_runnable_plan(method, devices):
+    plan = solve(devices, method=method)
+    plan.degrees.check(devices)
+    plan.check(num_layers={"vision": 12, "llm": 6})
+    assert plan.predicted is not None
+    assert plan.predicted.samples_per_second == pytest.approx(32 / plan.predicted.iteration_seconds)
+    assert len(plan.predicted.peak_bytes) == plan.degrees.pipeline
+    for peak, parts in zip(plan.predicted.peak_bytes, plan.predicted.peak_bytes_parts, strict=True):
+        assert peak == sum(parts.values()) <= ClusterSpec().memory_limit_bytes
+    assert plan.provenance.method == method
+    assert plan.provenance.bound_seconds <= plan.provenance.objective_seconds
+
+
+def test_exact_methods_agree_and_none_is_worse_than_the_papers_rule():
+    plans = {method: solve(8, method=method, pipeline_degree=4) for method in METHODS}
+    objectives = {plans[method].provenance.objective_seconds for method in ("cp-sat", "ilp", "search")}
+    assert len(objectives) == 1
+    assert objectives.pop() <= plans["proportional"].provenance.objective_seconds
+    best = plans["cp-sat"].predicted.iteration_seconds
+    assert best <= plans["proportional"].predicted.iteration_seconds * 1.0001
+
+
+def test_the_same_inputs_give_the_same_plan_and_other_inputs_another_hash(tmp_path):
+    first, second = solve(), solve()
+    first.write(tmp_path / "a.yaml")
+    second.write(tmp_path / "b.yaml")
+    assert (tmp_path / "a.yaml").read_bytes() == (tmp_path / "b.yaml").read_bytes()
+    assert Plan.read(tmp_path / "a.yaml").stages == first.stages
+    hashes = {first.provenance.input_hash, solve(seed=1).provenance.input_hash, solve(batch=33).provenance.input_hash}
+    hashes |= {solve(samples=make_samples(120, seed=1)).provenance.input_hash, solve(2).provenance.input_hash}
+    assert len(hashes) == 5
+
+
+def test_one_device_holds_both_modules():
+    plan = solve(1)
+    assert [(stage.module, stage.rank) for stage in plan.stages] == [("vision", 0), ("llm", 0)]
+    assert plan.pipeline_shape.num_ranks == 1
+
+
+def test_what_the_user_fixes_stays_fixed():
+    plan = solve(4, data_degree=2, num_microbatches=5, schedule="eager", policy="in_order")
+    assert (plan.degrees.data, plan.degrees.pipeline, plan.num_microbatches) == (2, 2, 5)
+    assert (plan.schedule, plan.policy) == ("eager", "in_order")
+    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible pairs"):
+        solve(4, data_degree=3)
+
+
+def test_frozen_parts_shift_layers_to_what_trains():
+    layers = []
+    for frozen in ((), ("vision_tower", "projector")):
+        plan = solve(4, model=make_model(frozen=frozen), pipeline_degree=4)
+        assert plan.frozen == frozen
+        layers.append(sum(stage.module == "vision" for stage in plan.stages))
+    assert layers[1] <= layers[0]
+
+
+def test_a_batch_smaller_than_the_devices_limits_the_replicas():
+    plan = solve(8, batch=3)
+    assert plan.degrees.data <= 3
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_data_of_one_kind_only(kind):
+    samples = make_samples(60)
+    if kind == "text":
+        samples = samples.take(samples.media_counts == 0)
+        assert samples.num_media == 0
+    else:
+        samples = samples.take(samples.media_counts > 0)
+    plan = solve(4, samples=samples, batch=8, pipeline_degree=4)
+    plan.check(num_layers={"vision": 12, "llm": 6})
+
+
+def test_too_little_memory_names_the_stage_the_need_and_the_closest_choice():
+    with pytest.raises(PlanError, match=r"stage \d+ \(.*\) needs .* MiB, the device has 16.0 MiB.*closest choice"):
+        solve(4, memory_bytes=16 << 20)
+
+
+def test_a_sample_that_no_rank_can_hold_is_named():
+    samples = make_samples(60)
+    text = samples.text_tokens.copy()
+    text[17] = 400_000
+    with pytest.raises(PlanError, match=r"(memory: stage|sample 's17' alone)"):
+        solve(4, samples=replace(samples, text_tokens=text), memory_bytes=1 << 30)
+
+
+def test_short_memory_gives_caps_that_the_prediction_keeps():
+    generous = solve(4, pipeline_degree=4, num_microbatches=8)
+    assert (generous.patches_in_flight, generous.tokens_in_flight) == (None, None)
+    limit = int(0.8 * max(generous.predicted.peak_bytes))
+    tight = solve(4, pipeline_degree=4, num_microbatches=8, memory_bytes=limit)
+    assert max(tight.predicted.peak_bytes) <= limit
+    assert tight.predicted.iteration_seconds >= generous.predicted.iteration_seconds
+
+
+def test_the_proved_bound_and_the_runners_up_are_kept():
+    plan = solve(4)
+    assert (plan.provenance.solver_status, plan.provenance.gap) == ("optimal", 0.0)
+    chosen, *others = plan.provenance.candidates
+    assert chosen["outcome"] == "chosen"
+    assert chosen["predicted_seconds"] == plan.predicted.iteration_seconds
+    assert others
+    assert {(c["data"], c["pipeline"]) for c in others} - {(chosen["data"], chosen["pipeline"])}
+    assert all("slower" in candidate["outcome"] or "cannot run" in candidate["outcome"] for candidate in others)
+
+
+def test_accelerators_get_a_utilization_and_cpus_none():
+    assert solve(2).predicted.model_flops_utilization is None
+    cluster = ClusterSpec(device="A100-80GB", devices_per_node=4)
+    plan = solve_plan(make_model(scale=8), SAMPLES, cluster, global_batch_size=64)
+    assert 0 < plan.predicted.model_flops_utilization < 0.7
+
+
+def test_given_costs_are_used():
+    cluster, model = ClusterSpec(devices_per_node=2), make_model()
+    slow = CostModel(model, cluster)
+    slow.step_seconds_per_parameter *= 1000
+    plans = [solve_plan(model, SAMPLES, cluster, global_batch_size=16, costs=c) for c in (None, slow)]
+    assert plans[1].predicted.iteration_seconds > 2 * plans[0].predicted.iteration_seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "cpsat"}, "method: expected one of"),
+        ({"schedule": "2f2b"}, "schedule: expected"),
+        ({"pipeline_degree": 0}, "pipeline_degree: expected a whole number"),
+        ({"time_limit_seconds": 0}, "time_limit_seconds"),
+        ({"seed": -1}, "seed: expected"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(PlanError, match=message):
+        solve(**options)
+
+
+def test_no_samples_is_an_error():
+    with pytest.raises(WorkloadError):
+        solve(samples=SAMPLES.take(np.zeros(0, dtype=np.int64)))
