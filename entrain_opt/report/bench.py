@@ -151,21 +151,20 @@ class Bench:
         self.trained_stages = [module.anything_trained for module in modules]
         self._samples = samples
         self._assigned: dict[tuple[str, int, int, int | None], Assignment] = {}
-        self._shapes: dict[int, PipelineShape] = {}
+        self._demand: Demand | None = None
 
-    def shape(self, num_microbatches: int, *, capped: bool) -> PipelineShape:
-        """The stages of a replica; `capped` gives them the memory caps of the planner.
+    def shape(self, num_microbatches: int, cap_bytes: int | None) -> PipelineShape:
+        """The stages of a replica, with the planner's memory caps for so many bytes; None keeps those of the plan.
 
         Raises:
             PlanError: a single sample does not fit.
         """
-        if not capped:
+        if cap_bytes is None:
             return self.plan.pipeline_shape
-        if num_microbatches not in self._shapes:
-            demand = estimate_demand(self._samples, self.costs, self.rows.shape[1])
-            plan = replace(self.plan, num_microbatches=num_microbatches)
-            self._shapes[num_microbatches] = with_memory_caps(plan, self.costs, demand, self.limit_bytes).pipeline_shape
-        return self._shapes[num_microbatches]
+        if self._demand is None:
+            self._demand = estimate_demand(self._samples, self.costs, self.rows.shape[1])
+        plan = replace(self.plan, num_microbatches=num_microbatches)
+        return with_memory_caps(plan, self.costs, self._demand, cap_bytes).pipeline_shape
 
     def assignment(
         self, batch: int, policy: str, num_microbatches: int | None = None, *, cap_bytes: int | None = None
