@@ -24,7 +24,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="recipe (YAML)")
     parser.add_argument("--output", metavar="FILE", help="plan to write (default: runs/<recipe name>/plan.yaml)")
-    parser.add_argument("--cache-dir", default="runs/cache", metavar="DIR", help="kept indexes, profiles and plans")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="kept indexes, profiles and plans (default: the recipe's, runs/cache)"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -43,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from entrain_opt.planner.table import plan_table
 
     recipe, console = read_recipe(arguments.config), Console()
-    found = resolve_recipe(recipe, cache_dir=arguments.cache_dir, console=console)
+    found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     console.print(workload_line(recipe, found), soft_wrap=True, highlight=False)
     limit = memory_limit(found.costs, recipe.options.memory_bytes)
     console.print(plan_table(found.plan, limit_bytes=limit))

@@ -22,7 +22,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Time real layers forward and backward, fit the cost lines and keep them for `entrain plan`.",
     )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="recipe (YAML)")
-    parser.add_argument("--cache-dir", default="runs/cache", metavar="DIR", help="where the profile is kept")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="where the profile is kept (default: the recipe's, runs/cache)"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         ClusterSpec(device=recipe.options.device, devices_per_node=recipe.devices_per_node),
         frozen=recipe.frozen,
         options=recipe.options,
-        cache_dir=arguments.cache_dir,
+        cache_dir=arguments.cache_dir or recipe.cache_dir,
     )
     measured.write(path)
     console.print(profile_table(measured))

@@ -20,7 +20,7 @@ from entrain_opt.units import GIB
 
 _STRATEGY, _MODULE, _DATA = "EntrainStrategy", "MultimodalModule", "MultimodalDataModule"
 _OPTION_NAMES = {item.name for item in fields(PlanOptions)} - {"memory_bytes", "precision"}
-_STRATEGY_KEYS = _OPTION_NAMES | {"plan", "memory_gib", "timeout_seconds"}
+_STRATEGY_KEYS = _OPTION_NAMES | {"plan", "memory_gib", "timeout_seconds", "cache_dir"}
 _MODULE_KEYS = {"model", "frozen"}
 _DATA_KEYS = {"dataset", "validation_dataset", "global_batch_size", "bad_samples"}
 _SHORTHAND = "trainer:\n  strategy:\n    class_path: entrain_opt.EntrainStrategy\n    init_args: {plan: auto}"
@@ -38,6 +38,7 @@ class Recipe:
         plan: `auto`, or the path of a plan file.
         options: of the planner.
         seed: of the run; None if the recipe sets none.
+        cache_dir: of indexes, profiles and plans.
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Recipe:
     plan: str = "auto"
     options: PlanOptions = field(default_factory=PlanOptions)
     seed: int | None = None
+    cache_dir: str = "runs/cache"
 
     @property
     def name(self) -> str:
@@ -101,6 +103,7 @@ def read_recipe(path: str | Path) -> Recipe:
         plan=str(strategy.get("plan") or "auto"),
         options=reader.options(strategy, trainer.get("precision", "32-true")),
         seed=seed if isinstance(seed, int) and not isinstance(seed, bool) else None,
+        cache_dir=str(strategy.get("cache_dir") or "runs/cache"),
     )
 
 

@@ -1,8 +1,8 @@
 """Which configurations are worth replaying, and the search among them by simulated time.
 
 The closed form of `space.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So the
-solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on one
-global batch; from the fastest a descent goes to neighbouring microbatch counts and borders; the fastest few are
+solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
+global batches; from the fastest a descent goes to neighbouring microbatch counts and borders; the fastest few are
 replayed on more batches, and the fastest of those wins. Deterministic; ties go to the earlier candidate.
 """
 
@@ -19,8 +19,10 @@ from entrain_opt.planner.space import Instance
 
 #: Other degrees are replayed if predicted to lose at most this share (one in any case), and at most so many.
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
-#: Replays on one batch, and how many candidates get all batches.
-MOST_REPLAYS, FINALISTS, FINAL_BATCHES = 24, 3, 3
+#: Replays on the first batches, and how many candidates (of different degrees or layers) get more.
+MOST_REPLAYS, FINALISTS = 16, 4
+#: Global batches, and heaviest replicas of each, that candidates and finalists are replayed on.
+FIRST_ROUND, FINAL_ROUND = (2, 1), (4, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +98,14 @@ class Candidates:
             num_microbatches=choice.num_microbatches,
         )
 
-    def outcome(self, ranked: Ranked, *, num_batches: int = 1) -> Outcome:
+    def outcome(self, ranked: Ranked, *, final: bool = False) -> Outcome:
         """The replay of a candidate; failures are kept as outcomes."""
+        batches, replicas = FINAL_ROUND if final else FIRST_ROUND
         try:
-            return Outcome(ranked=ranked, replay=self.replayer.replay(self.plan_of(ranked), num_batches))
+            replay = self.replayer.replay(self.plan_of(ranked), num_batches=batches, num_replicas=replicas)
         except PlanError as error:
             return Outcome(ranked=ranked, failure=str(error))
+        return Outcome(ranked=ranked, replay=replay)
 
     def _try(self, ranked: Ranked) -> None:
         key = (ranked.choice.data, ranked.choice.num_microbatches, ranked.ends)
@@ -111,8 +115,16 @@ class Candidates:
     def _best(self) -> Outcome:
         return min(self.outcomes.values(), key=lambda outcome: outcome.seconds)
 
-    def search(self, solved: Ranked, ranking: list[Ranked]) -> list[Outcome]:
-        """All candidates replayed, fastest first; the first few on all batches."""
+    def search(self, solved: Ranked, ranking: list[Ranked], baseline: Ranked | None) -> list[Outcome]:
+        """All candidates replayed, fastest first; the first few on more batches.
+
+        Args:
+            solved: the solver's answer.
+            ranking: all choices, fastest first by the closed form.
+            baseline: is a finalist in any case, so that the answer is never slower.
+        """
+        if baseline is not None:
+            self._try(baseline)
         for ranked in first_candidates(self.instance, solved, ranking):
             self._try(ranked)
         if self._best().replay is None:
@@ -128,5 +140,23 @@ class Candidates:
             if self._best() is best:
                 break
         ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
-        finalists = [self.outcome(o.ranked, num_batches=FINAL_BATCHES) for o in ordered[:FINALISTS] if o.replay]
-        return sorted(finalists, key=lambda outcome: outcome.seconds) + ordered[len(finalists) :]
+        finalists, rest = _best_of_each_kind(ordered, FINALISTS, baseline)
+        judged = [self.outcome(o.ranked, final=True) for o in finalists]
+        return sorted(judged, key=lambda outcome: outcome.seconds) + rest
+
+
+def _best_of_each_kind(
+    ordered: list[Outcome], count: int, baseline: Ranked | None
+) -> tuple[list[Outcome], list[Outcome]]:
+    """The fastest candidates that differ in more than the number of microbatches and the baseline, and all others."""
+    chosen: list[Outcome] = []
+    rest: list[Outcome] = []
+    kinds: set[tuple[int, tuple[int, ...]]] = set()
+    for outcome in ordered:
+        kind = (outcome.ranked.choice.data, outcome.ranked.ends)
+        new = kind not in kinds and len(chosen) < count
+        fits = outcome.replay is not None and (new or outcome.ranked is baseline)
+        (chosen if fits else rest).append(outcome)
+        if fits:
+            kinds.add(kind)
+    return chosen, rest

@@ -129,7 +129,6 @@ def _solver(pulp: Any, time_limit_seconds: float, seed: int) -> Any:
         gapRel=0.0,
         gapAbs=0.5,
         random_seed=seed,
-        log_to_console=False,
     )
     if highs.available():
         return highs

@@ -23,8 +23,7 @@ from entrain_opt.simulator import Timeline, simulate
 from entrain_opt.simulator.memory import PARTS
 from entrain_opt.units import format_bytes
 
-#: Replicas of a global batch that are played through.
-REPLICAS_PLAYED = 2
+_CAP_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +56,27 @@ class Replayer:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
 
-    def replay(self, plan: Plan, num_batches: int) -> Replay:
+    def replay(self, plan: Plan, *, num_batches: int, num_replicas: int) -> Replay:
         """One plan on the first global batches drawn.
+
+        Args:
+            plan: without memory caps; they are added if it needs them.
+            num_batches: global batches.
+            num_replicas: of each batch, the heaviest ones.
 
         Raises:
             PlanError: it does not fit in memory, or cannot be scheduled.
         """
-        result = self._play(plan, num_batches)
-        if max(result.peak_bytes) > self.limit_bytes:
-            result = self._play(with_memory_caps(plan, self.costs, self.demand, self.limit_bytes), num_batches)
+        result = self._play(plan, num_batches, num_replicas)
+        allowance = self.limit_bytes
+        for _ in range(_CAP_ATTEMPTS):
+            excess = max(result.peak_bytes) - self.limit_bytes
+            if excess <= 0:
+                return result
+            capped = with_memory_caps(plan, self.costs, self.demand, allowance)
+            # Caps bound the activations only; what else the peak held comes out of the allowance the next time.
+            result = self._play(capped, num_batches, num_replicas)
+            allowance -= max(max(result.peak_bytes) - self.limit_bytes, 0) + self.limit_bytes // 50
         worst = int(np.argmax(result.peak_bytes))
         if result.peak_bytes[worst] > self.limit_bytes:
             raise PlanError(
@@ -74,12 +85,12 @@ class Replayer:
             )
         return result
 
-    def _play(self, plan: Plan, num_batches: int) -> Replay:
+    def _play(self, plan: Plan, num_batches: int, num_replicas: int) -> Replay:
         timelines = []
         microbatches = 0
         for rows in self.demand.rows[:num_batches]:
             costs = self.costs.batch_costs(self.demand.samples.take(rows), plan)
-            mine = heaviest_replicas(costs, plan)
+            mine = heaviest_replicas(costs, plan, num_replicas)
             try:
                 played = [self._replica(costs.take(samples), plan) for samples in mine]
             except (AssignmentError, ScheduleError) as error:
@@ -129,7 +140,7 @@ class Replayer:
         return tuple(peaks), tuple(all_parts)
 
 
-def heaviest_replicas(costs: BatchCosts, plan: Plan) -> list[NDArray[np.int64]]:
+def heaviest_replicas(costs: BatchCosts, plan: Plan, count: int) -> list[NDArray[np.int64]]:
     """Rows of the replicas of a global batch that may be the slowest, heaviest first."""
     data = plan.degrees.data
     if data == 1:
@@ -138,5 +149,5 @@ def heaviest_replicas(costs: BatchCosts, plan: Plan) -> list[NDArray[np.int64]]:
     work = sample_work(costs, uncapped)
     replica = split_replicas(work, num_replicas=data, policy=plan.policy)
     loads = np.array([np.bincount(replica, w, data) for w in (work.encoder_seconds, work.llm_seconds)])
-    order = np.argsort(-loads.max(axis=0), kind="stable")[:REPLICAS_PLAYED]
+    order = np.argsort(-loads.max(axis=0), kind="stable")[:count]
     return [rows for index in order if len(rows := np.flatnonzero(replica == index))]

@@ -53,9 +53,9 @@ def rank_choices(instance: Instance) -> list[Ranked]:
     return sorted(ranked, key=lambda found: found.ticks)
 
 
-def solve_by_search(instance: Instance) -> Solution | None:
-    """The optimum, None if nothing fits in memory."""
-    ranked = rank_choices(instance)
+def solve_by_search(instance: Instance, ranking: list[Ranked] | None = None) -> Solution | None:
+    """The optimum, None if nothing fits in memory; `ranking` saves ranking the choices again."""
+    ranked = rank_choices(instance) if ranking is None else ranking
     if not ranked:
         return None
     best = ranked[0]

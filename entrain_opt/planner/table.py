@@ -54,9 +54,10 @@ def plan_table(plan: Plan, *, limit_bytes: int | None = None) -> Group:
 
 def plan_sentences(plan: Plan) -> list[str]:
     """What the plan promises, how sure the solver is, and what came second."""
+    per_replica, many = plan.global_batch_size / plan.degrees.data, "es" if plan.num_microbatches > 1 else ""
     lines = [
-        f"global batch of {plan.global_batch_size} samples, {plan.global_batch_size / plan.degrees.data:.4g} per "
-        f"replica in up to {plan.num_microbatches} microbatch{'es' * (plan.num_microbatches > 1)}; schedule {plan.schedule}, policy {plan.policy}"
+        f"global batch of {plan.global_batch_size} samples, {per_replica:.4g} per replica in up to "
+        f"{plan.num_microbatches} microbatch{many}; schedule {plan.schedule}, policy {plan.policy}"
         + (f"; frozen: {', '.join(plan.frozen)}" if plan.frozen else "")
     ]
     predicted, provenance = plan.predicted, plan.provenance
