@@ -27,3 +27,7 @@ class SolverError(EntrainError):
 
 class RuntimeConfigError(EntrainError):
     """The launch, recipe or model cannot be executed as configured."""
+
+
+class TrainingError(EntrainError):
+    """Training went wrong on every rank at once: a loss that is not finite, or ranks that disagree."""

@@ -156,3 +156,12 @@ def build_rank_model(
         place = family.place(name)
         parameter.requires_grad_(place.part not in plan.frozen)
     return RankModel(model, family, plan, stages)
+
+
+def tied_stages(folder: str | Path, plan: Plan) -> tuple[int, ...]:
+    """Stages that hold a parameter which is one tensor in the model; empty if nothing is tied."""
+    from transformers import AutoConfig
+
+    family = family_of(AutoConfig.from_pretrained(folder))
+    names = {name for pair in family.tied().items() for name in pair}
+    return tuple(sorted({stage_of(family.place(name), plan) for name in names}))

@@ -12,7 +12,7 @@ from entrain_opt.runtime.batches import RankBatchBuilder
 from entrain_opt.runtime.executor import PipelineExecutor
 from entrain_opt.runtime.gradients import GradientReducer
 from entrain_opt.runtime.p2p import make_groups
-from entrain_opt.runtime.stages import build_rank_model, stage_of
+from entrain_opt.runtime.stages import build_rank_model, tied_stages
 from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.chat import EncodedSample
 from entrain_opt.workload.samples import SampleTable
@@ -113,11 +113,7 @@ def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="
 
 def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     """Run one iteration on this rank. Returns its loss share, gradients by name, global norm, and rank batch."""
-    probe = build_rank_model(plan.model, plan, 0, seed=seed)
-    tied = [
-        stage_of(probe.family.place(name), plan) for pair in probe.family.tied().items() for name in pair
-    ]  # fmt: skip
-    groups = make_groups(plan, tied_stages=tuple(tied))
+    groups = make_groups(plan, tied_stages=tied_stages(plan.model, plan))
     model = build_rank_model(plan.model, plan, groups.pipeline_rank, seed=seed)
     spec = ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
     builder = RankBatchBuilder(

@@ -1,0 +1,100 @@
+"""`entrain fit` and `entrain validate`: LightningCLI, with the plan shown before any other process starts.
+
+The recipe, the data and the plan are checked in the first process, so that a mistake is one message in seconds instead of
+a failure on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.cli import LightningCLI
+from rich.console import Console
+
+from entrain_opt.cli.recipe import read_recipe
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.resolution import resolve_run
+from entrain_opt.lightning.strategy import EntrainStrategy, check_trainer
+
+
+class EntrainCLI(LightningCLI):
+    """LightningCLI whose commands begin with the plan."""
+
+    def before_fit(self) -> None:
+        self._prepare()
+
+    def before_validate(self) -> None:
+        self._prepare()
+
+    def after_fit(self) -> None:
+        if self.trainer.is_global_zero:
+            self._say_where_results_lie()
+
+    def _prepare(self) -> None:
+        """In the first process only: check everything, resolve the plan, print it."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, EntrainStrategy):
+            raise RuntimeConfigError(
+                f"trainer.strategy: expected entrain_opt.EntrainStrategy (or `entrain`), found {type(strategy).__name__}."
+            )
+        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) != 0:
+            return
+        from entrain_opt.planner.limits import memory_limit
+        from entrain_opt.planner.table import plan_table
+
+        check_trainer(self.trainer)
+        console = Console()
+        console.print(f"Preparing the plan (cached in {strategy.cache_dir}) ...", highlight=False)
+        found = resolve_run(strategy, self.trainer, self.model, self.datamodule, progress=True)
+        limit = memory_limit(found.costs, strategy.options.memory_bytes)
+        console.print(plan_table(found.plan, limit_bytes=limit))
+        output = Path(self.trainer.default_root_dir) / "plan.yaml"
+        found.plan.write(output)
+        console.print(f"Plan ({found.source}) written to {output}", highlight=False, soft_wrap=True)
+
+    def _say_where_results_lie(self) -> None:
+        console = Console()
+        # Not trainer.log_dir, which asks the other ranks; they may be gone by now.
+        log_dir = getattr(self.trainer.logger, "log_dir", None) or self.trainer.default_root_dir
+        console.print(f"Metrics in {log_dir}", highlight=False, soft_wrap=True)
+        checkpoint: Any = self.trainer.checkpoint_callback
+        best = checkpoint.best_model_path if checkpoint is not None else ""
+        if best:
+            console.print(f"Checkpoint {best}", highlight=False, soft_wrap=True)
+            console.print(f"  entrain export {best} OUT", highlight=False, soft_wrap=True)
+
+
+def run_lightning(arguments: Sequence[str]) -> None:
+    """Run `fit` or `validate` with LightningCLI.
+
+    Raises:
+        EntrainError: from our own checks, on every rank.
+    """
+    for path in _recipes(arguments[1:]):
+        read_recipe(path)  # Names a misspelled key of ours with its nearest match.
+    # Lightning's advice for loaders of samples (ours yields global batches), and about its own internals.
+    for message in ("does not have many workers", "number of training batches", "Total length of `list`", "treespec"):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    EntrainCLI(
+        # LightningCLI warns about arguments that are not the process's own.
+        args=None if list(arguments) == sys.argv[1:] else list(arguments),
+        save_config_kwargs={"overwrite": True},
+        trainer_defaults={"use_distributed_sampler": False},
+        parser_kwargs={"prog": "entrain"},
+    )
+
+
+def _recipes(arguments: Sequence[str]) -> list[str]:
+    """Files given with `--config FILE`, `--config=FILE` or `-c FILE`."""
+    found = []
+    for position, argument in enumerate(arguments):
+        if argument in ("--config", "-c") and position + 1 < len(arguments):
+            found.append(arguments[position + 1])
+        elif argument.startswith("--config="):
+            found.append(argument.removeprefix("--config="))
+    return found

@@ -1,0 +1,61 @@
+"""The `entrain` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+
+from entrain_opt.errors import EntrainError
+
+#: Commands that Lightning's own command line runs.
+_LIGHTNING_COMMANDS = ("fit", "validate")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands; `fit` and `validate` only for the list in `--help`."""
+    from entrain_opt import __version__
+    from entrain_opt.cli import export, index, plan, profile
+
+    parser = argparse.ArgumentParser(
+        prog="entrain", description="Plan, balance and run multimodal LLM training from one recipe."
+    )
+    parser.add_argument("--version", action="version", version=f"entrain {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("fit", help="train a recipe (entrain fit --help lists every option)")
+    commands.add_parser("validate", help="run a recipe's validation data through the model")
+    for command in (plan, index, profile, export):
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. Errors a user can cause are one line on stderr."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments and arguments[0] in _LIGHTNING_COMMANDS:
+            from entrain_opt.cli.fit import run_lightning
+
+            run_lightning(arguments)
+            return 0
+        options = build_parser().parse_args(arguments)
+        return int(options.run(options))
+    except EntrainError as error:
+        print(f"entrain: error: {_message(error)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("entrain: interrupted", file=sys.stderr)
+    except Exception:
+        traceback.print_exc()
+    return 1
+
+
+def _message(error: EntrainError) -> str:
+    """The message alone: loader processes wrap theirs in a traceback."""
+    text = str(error)
+    marker = f"{type(error).__name__}: "
+    return text.rpartition(marker)[2].strip() if text.startswith("Caught ") and marker in text else text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""One optimizer step under a plan: run the schedule, agree on the numbers, keep the gradients for the optimizer.
+
+Lightning zeroes gradients between `training_step` and `backward`, while a schedule makes them inside `training_step`.
+So they are taken off the parameters here and put back by `restore_gradients`, which the strategy calls in `backward`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from entrain_opt.errors import RuntimeConfigError, TrainingError
+from entrain_opt.runtime.batches import RankBatch
+from entrain_opt.runtime.executor import PipelineExecutor
+from entrain_opt.runtime.gradients import GradientReducer
+from entrain_opt.runtime.p2p import PipelineGroups
+from entrain_opt.runtime.stages import RankModel
+
+NONFINITE_POLICIES = ("error", "skip")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Numbers of one iteration, equal on every rank."""
+
+    loss: Tensor
+    gradient_norm: float
+    bubble_share: float
+    step_seconds: float
+    encoder_imbalance: float
+    llm_imbalance: float
+    assigner_seconds: float
+    skipped: bool = False
+
+
+class IterationRunner:
+    """Runs global batches on one rank.
+
+    Args:
+        model: this rank's stages.
+        groups: its process groups.
+        nonfinite: what to do with a loss or gradient that is not finite: `error`, or `skip` the step and count it.
+    """
+
+    def __init__(self, model: RankModel, groups: PipelineGroups, *, nonfinite: str = "error") -> None:
+        if nonfinite not in NONFINITE_POLICIES:
+            raise RuntimeConfigError(f"nonfinite: expected one of {list(NONFINITE_POLICIES)}, found {nonfinite!r}.")
+        self.reducer = GradientReducer(model, groups)
+        self.executor = PipelineExecutor(model, groups, self.reducer)
+        self.nonfinite = nonfinite
+        self.skipped_steps = 0
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        self._norm = 0.0
+        self._last_end = 0.0
+
+    def train(self, batch: RankBatch) -> StepMetrics:
+        """Forward and backward of one global batch; the gradients wait for `restore_gradients`.
+
+        Raises:
+            TrainingError: ranks disagree on the batch, or the loss or a gradient is not finite.
+        """
+        started = time.perf_counter()
+        self._check_agreement(batch)
+        parameters = self.reducer.named_parameters().values()
+        for parameter in parameters:
+            parameter.grad = None
+        result = self.executor.run(batch, training=True)
+        summed = _sum_over_ranks(
+            [
+                result.loss,
+                result.busy_seconds,
+                result.wall_seconds,
+                time.perf_counter() - (self._last_end or started),
+                batch.encoder_imbalance,
+                batch.llm_imbalance,
+                batch.assigner_seconds,
+            ],
+            batch.device,
+        )
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        loss, busy, wall = summed[0], float(summed[1]), float(summed[2])
+        step_seconds, encoder_imbalance, llm_imbalance, assigner_seconds = (summed[3:] / world_size).tolist()
+        self._norm = float(self.reducer.global_norm())
+        skipped = self._check_finite(float(loss), batch)
+        self._kept = [] if skipped else [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter in parameters:
+            parameter.grad = None
+        self._last_end = time.perf_counter()
+        return StepMetrics(
+            loss=loss.float(),
+            gradient_norm=self._norm,
+            bubble_share=1 - busy / wall if wall > 0 else 0.0,
+            step_seconds=step_seconds,
+            encoder_imbalance=encoder_imbalance,
+            llm_imbalance=llm_imbalance,
+            assigner_seconds=assigner_seconds,
+            skipped=skipped,
+        )
+
+    def evaluate(self, batch: RankBatch) -> Tensor:
+        """Loss of one global batch, forward only; equal on every rank."""
+        self._check_agreement(batch)
+        with torch.no_grad():
+            result = self.executor.run(batch, training=False)
+        return _sum_over_ranks([result.loss], batch.device)[0].float()
+
+    def restore_gradients(self) -> None:
+        """Put the gradients of the last `train` on the parameters."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept = []
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients to a global norm of at most `max_norm`."""
+        self.reducer.clip(self._norm, max_norm)
+
+    def _check_agreement(self, batch: RankBatch) -> None:
+        """Ranks with different batches would wait for each other's messages forever: compare first."""
+        if not dist.is_initialized():
+            return
+        extremes = torch.tensor([batch.digest, -batch.digest], dtype=torch.int64, device=batch.device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        if int(extremes[0]) != -int(extremes[1]):
+            raise TrainingError(
+                "ranks disagree on the samples or the assignment of this step. Every rank must see the same dataset, "
+                "plan and package versions."
+            )
+
+    def _check_finite(self, loss: float, batch: RankBatch) -> bool:
+        if math.isfinite(loss) and math.isfinite(self._norm):
+            return False
+        if self.nonfinite == "error":
+            shown = ", ".join(batch.sample_ids[:8]) + (", ..." if len(batch.sample_ids) > 8 else "")
+            raise TrainingError(
+                f"the loss ({loss}) or the gradient norm ({self._norm}) is not finite. Samples of this step: {shown}. "
+                "Lower the learning rate, look at these samples, or set nonfinite: skip in the strategy."
+            )
+        self.skipped_steps += 1
+        return True
+
+
+def _sum_over_ranks(values: list[Tensor | float], device: torch.device) -> Tensor:
+    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    if dist.is_initialized():
+        dist.all_reduce(vector)
+    return vector

@@ -1,0 +1,120 @@
+"""`MultimodalModule`: which model trains, what of it, and how."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor
+from torch.optim import Optimizer
+
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.strategy import EntrainStrategy
+from entrain_opt.runtime.batches import RankBatch
+from entrain_opt.runtime.stages import RankModel, build_rank_model
+from entrain_opt.spec.model import check_frozen
+
+
+def _adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
+
+
+class MultimodalModule(pl.LightningModule):
+    """A multimodal model that `EntrainStrategy` cuts into stages.
+
+    Args:
+        model: folder in Hugging Face format; its safetensors are read if present, else the weights are drawn.
+        frozen: parts that do not train: `vision_tower`, `projector`, `language_model`.
+        seed: of drawn weights; every plan starts from the same ones.
+        optimizer: makes the optimizer from this rank's trained parameters.
+        scheduler: makes the learning-rate scheduler, stepped once per global batch.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        frozen: list[str] | None = None,
+        seed: int = 0,
+        optimizer: OptimizerCallable = _adamw,
+        scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self.model_folder = model
+        self.frozen = tuple(frozen or ())
+        self.seed = seed
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+        self.rank_model: RankModel | None = None
+
+    @property
+    def entrain(self) -> EntrainStrategy:
+        """The strategy; raises RuntimeConfigError under any other."""
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, EntrainStrategy):
+            raise RuntimeConfigError(
+                f"trainer.strategy: MultimodalModule runs under EntrainStrategy, found {type(strategy).__name__}. Write "
+                "strategy: entrain."
+            )
+        return strategy
+
+    def configure_model(self) -> None:
+        """Build this rank's stages; a second call changes nothing."""
+        if self.rank_model is None:
+            check_frozen(self.frozen)
+            strategy = self.entrain
+            dtype = torch.bfloat16 if strategy.precision_plugin.precision == "bf16-true" else torch.float32
+            self.rank_model = build_rank_model(
+                self.model_folder, strategy.plan, strategy.groups.pipeline_rank, seed=self.seed, dtype=dtype
+            )
+
+    def configure_optimizers(self) -> Any:
+        assert self.rank_model is not None
+        parameters = [p for p in self.rank_model.parameters() if p.requires_grad]
+        # A rank that holds only frozen layers still has an optimizer, with an empty group.
+        optimizer = self.make_optimizer(parameters or [{"params": []}])
+        if self.make_scheduler is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": self.make_scheduler(optimizer), "interval": "step"},
+        }
+
+    def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
+        runner = self.entrain.runner
+        metrics = runner.train(batch)
+        batch_size = len(batch.sample_ids)
+        tokens_per_second = batch.num_tokens / metrics.step_seconds
+        self.log("loss", metrics.loss, prog_bar=True, batch_size=batch_size)
+        shown = {"tokens/s": round(tokens_per_second), "bubble": round(metrics.bubble_share, 3)}
+        self.log_dict(shown, prog_bar=True, logger=False, batch_size=batch_size)
+        logged = {
+            "tokens_per_second": tokens_per_second,
+            "bubble_share": metrics.bubble_share,
+            "samples_per_second": batch_size / metrics.step_seconds,
+            "gradient_norm": metrics.gradient_norm,
+            "encoder_imbalance": metrics.encoder_imbalance,
+            "llm_imbalance": metrics.llm_imbalance,
+            "deferred_samples": float(batch.deferred_samples),
+            "assigner_milliseconds": 1e3 * metrics.assigner_seconds,
+            "skipped_steps": float(runner.skipped_steps),
+        }
+        self.log_dict(logged, batch_size=batch_size)
+        return metrics.loss
+
+    def validation_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
+        loss = self.entrain.runner.evaluate(batch)
+        # Weighted by label tokens, so that the epoch's value does not depend on how it was cut into batches.
+        self.log("validation_loss", loss, prog_bar=True, batch_size=batch.label_tokens)
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the norm over all stages, not by each rank's own."""
+        if gradient_clip_val:
+            self.entrain.runner.clip(float(gradient_clip_val))

@@ -1,0 +1,94 @@
+"""From a trainer, module and data module to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from entrain_opt.cost import MeasuredCosts
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
+from entrain_opt.spec.cluster import ClusterSpec
+from entrain_opt.spec.model import ModelSpec
+from entrain_opt.workload.samples import SampleTable
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+    from entrain_opt.lightning.strategy import EntrainStrategy
+
+
+def check_parts(module: Any, data: Any) -> None:
+    """Raise RuntimeConfigError unless module and data module are ours (or derived from ours)."""
+    from entrain_opt.lightning.datamodule import MultimodalDataModule
+    from entrain_opt.lightning.module import MultimodalModule
+
+    for name, value, expected in (("model", module, MultimodalModule), ("data", data, MultimodalDataModule)):
+        if not isinstance(value, expected):
+            raise RuntimeConfigError(
+                f"{name}: EntrainStrategy expects a {expected.__name__}, found {type(value).__name__}. Pass "
+                f"entrain_opt.{expected.__name__} or a class derived from it to trainer.fit()."
+            )
+
+
+def resolve_run(
+    strategy: EntrainStrategy, trainer: pl.Trainer, module: Any, data: Any = None, *, progress: bool = False
+) -> Resolution:
+    """The plan of a run, solved or read; see `entrain_opt.planner.resolve.resolve` for what it raises."""
+    data = data if data is not None else trainer.datamodule  # type: ignore[attr-defined]
+    check_parts(module, data)
+    return resolve(
+        model_folder=module.model_folder,
+        dataset=data.dataset,
+        global_batch_size=data.global_batch_size,
+        num_nodes=strategy.num_nodes,
+        devices_per_node=strategy.num_processes,
+        frozen=module.frozen,
+        options=strategy.options,
+        plan=strategy.plan_source,
+        bad_samples=data.bad_samples,
+        cache_dir=strategy.cache_dir,
+        progress=progress,
+        measure=_measurement(strategy, module),
+    )
+
+
+def load_samples(
+    strategy: EntrainStrategy, trainer: pl.Trainer, module: Any
+) -> tuple[SampleTable, ModelSpec, ClusterSpec]:
+    """What a rank that did not solve needs to know of the run."""
+    from entrain_opt.workload.index import load_index
+
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    check_parts(module, data)
+    samples = load_index(
+        data.dataset,
+        module.model_folder,
+        policy=data.bad_samples,
+        cache_dir=strategy.cache_dir,
+        progress=False,
+    )
+    options = strategy.options
+    cluster = ClusterSpec(
+        device=options.device,
+        num_nodes=strategy.num_nodes,
+        devices_per_node=strategy.num_processes,
+        memory_bytes=options.memory_bytes,
+    )
+    return samples, ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen), cluster
+
+
+def _measurement(strategy: EntrainStrategy, module: Any) -> Callable[[], MeasuredCosts]:
+    def measure() -> MeasuredCosts:
+        from entrain_opt.runtime.measure import measure_costs
+
+        busy = busy_processes(ClusterSpec(device=strategy.options.device, devices_per_node=strategy.num_processes))
+        return measure_costs(
+            module.model_folder,
+            frozen=module.frozen,
+            num_processes_busy=busy,
+            precision=strategy.options.precision,
+            device=strategy.root_device.type,
+        )
+
+    return measure

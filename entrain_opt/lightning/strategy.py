@@ -1,0 +1,281 @@
+"""`EntrainStrategy`: Lightning's hooks, each delegating to the runtime."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from entrain_opt.cost import CostModel, MeasuredCosts
+from entrain_opt.errors import EntrainError, RuntimeConfigError
+from entrain_opt.lightning.failures import FailureBoard, PeerFailure
+from entrain_opt.lightning.iteration import IterationRunner
+from entrain_opt.lightning.resolution import load_samples, resolve_run
+from entrain_opt.plan import Plan, to_plain
+from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.resolve import Resolution
+from entrain_opt.runtime import checkpoint as checkpoints
+from entrain_opt.runtime.p2p import PipelineGroups, make_groups
+from entrain_opt.runtime.stages import tied_stages
+from entrain_opt.units import GIB
+from entrain_opt.workload.samples import SampleTable
+
+
+class EntrainStrategy(DDPStrategy):
+    """Executes a plan: pipeline stages and data-parallel replicas, packed microbatches, exact gradients.
+
+    Args:
+        plan: `auto` solves one (cached), or the path of a plan file.
+        policy: of the assigner.
+        schedule: order of a replica's work.
+        method: solver of the planner.
+        cost_model: `measured` or `analytic`.
+        data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
+        device: name of the device in the catalogue; None takes `cpu` on a CPU, and must be given on a GPU.
+        memory_gib: what one rank may use; None takes the device's memory less a reserve.
+        time_limit_seconds: of the solver.
+        seed: of the solver.
+        nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
+        timeout_seconds: of a message between ranks.
+        cache_dir: for indexes, measured costs and plans.
+    """
+
+    strategy_name = "entrain"
+
+    def __init__(
+        self,
+        plan: str = "auto",
+        policy: str = "pairwise",
+        schedule: str = "1f1b",
+        method: str = "cp-sat",
+        cost_model: str = "measured",
+        data_degree: int | None = None,
+        pipeline_degree: int | None = None,
+        num_microbatches: int | None = None,
+        device: str | None = None,
+        memory_gib: float | None = None,
+        time_limit_seconds: float = 20.0,
+        seed: int = 0,
+        nonfinite: str = "error",
+        timeout_seconds: float = 1800.0,
+        cache_dir: str = "runs/cache",
+    ) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        self.plan_source = plan
+        self.nonfinite = nonfinite
+        self.cache_dir = cache_dir
+        self._option_values: dict[str, Any] = {
+            "policy": policy,
+            "schedule": schedule,
+            "method": method,
+            "cost_model": cost_model,
+            "data_degree": data_degree,
+            "pipeline_degree": pipeline_degree,
+            "num_microbatches": num_microbatches,
+            "device": device or "cpu",
+            "memory_bytes": None if memory_gib is None else int(memory_gib * GIB),
+            "time_limit_seconds": time_limit_seconds,
+            "seed": seed,
+        }
+        self._resolution: Resolution | None = None
+        self._groups: PipelineGroups | None = None
+        self._runner: IterationRunner | None = None
+        self._failures: FailureBoard | None = None
+
+    # What the module and data module ask for.
+
+    @property
+    def options(self) -> PlanOptions:
+        """What the recipe asks of the planner."""
+        return PlanOptions(**self._option_values, precision=str(self.precision_plugin.precision))
+
+    @property
+    def resolution(self) -> Resolution:
+        """Plan, samples and cost model; after `setup_environment`."""
+        if self._resolution is None:
+            raise RuntimeError("EntrainStrategy.resolution exists once trainer.fit() or validate() has started.")
+        return self._resolution
+
+    @property
+    def plan(self) -> Plan:
+        return self.resolution.plan
+
+    @property
+    def samples(self) -> SampleTable:
+        return self.resolution.samples
+
+    @property
+    def cost_model(self) -> CostModel:
+        return self.resolution.costs
+
+    @property
+    def groups(self) -> PipelineGroups:
+        if self._groups is None:
+            raise RuntimeError("EntrainStrategy.groups exist once trainer.fit() or validate() has started.")
+        return self._groups
+
+    @property
+    def runner(self) -> IterationRunner:
+        if self._runner is None:
+            raise RuntimeError("EntrainStrategy.runner exists once EntrainStrategy.setup() has run.")
+        return self._runner
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank draws the same global batch."""
+        return {"num_replicas": 1, "rank": 0}
+
+    # Lightning's hooks.
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._failures = FailureBoard(self.global_rank, self.world_size)
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        self._agree(lambda: check_trainer(trainer))
+        found = self._agree(lambda: resolve_run(self, trainer, self.lightning_module))
+        content = [None if found is None else (found.plan, found.costs.measured)]
+        dist.broadcast_object_list(content, src=0)
+        assert content[0] is not None
+        self._resolution = found or self._resolution_of(*content[0])
+        self._groups = make_groups(self.plan, tied_stages=tied_stages(self.lightning_module.model_folder, self.plan))
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self._runner = IterationRunner(self.lightning_module.rank_model, self.groups, nonfinite=self.nonfinite)  # type: ignore[union-attr,arg-type]
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The gradients were made in `training_step`; put them back and run the hooks around a backward."""
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.runner.restore_gradients()
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+
+    # Checkpoints: tensors by Hugging Face name through torch.distributed.checkpoint, the rest beside them.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # Written by `save_checkpoint`, by Hugging Face name.
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}  # Written by `save_checkpoint`, by Hugging Face name.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        checkpoints.save(
+            Path(filepath),
+            self.lightning_module.rank_model,  # type: ignore[union-attr,arg-type]
+            self.optimizers,
+            meta=checkpoint,
+            model_folder=Path(self.lightning_module.model_folder),  # type: ignore[union-attr,arg-type]
+            plan=to_plain(self.plan),
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        self._checkpoint_path = Path(checkpoint_path)
+        return checkpoints.load_meta(self._checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        checkpoints.load_model(self._checkpoint_path, self.lightning_module.rank_model)  # type: ignore[union-attr,arg-type]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.load_optimizers(
+            self._checkpoint_path,
+            self.lightning_module.rank_model,  # type: ignore[union-attr,arg-type]
+            self.optimizers,
+            checkpoint,
+        )
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            checkpoints.remove(Path(filepath))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why, end the processes that this one started, and name a peer that failed first.
+
+        Raises:
+            PeerFailure: this rank only lost the connection to a rank that failed; the message has that rank's error.
+        """
+        reason = None
+        if self._failures is not None:
+            if isinstance(exception, Exception) and not isinstance(exception, EntrainError):
+                reason = self._failures.reason()
+            if reason is None:
+                self._failures.tell(exception)
+        if self.launcher is not None and hasattr(self.launcher, "kill"):
+            self.launcher.kill(signal.SIGKILL)
+        if reason is not None:
+            raise PeerFailure(f"stopped because another rank failed first. {reason}") from exception
+
+    def teardown(self) -> None:
+        self._runner = None
+        super().teardown()
+
+    def _agree(self, work: Any) -> Any:
+        """Run `work` on rank 0 only; every rank raises its error. Other ranks get None."""
+        outcome: list[EntrainError | None] = [None]
+        found = None
+        if self.is_global_zero:
+            try:
+                found = work()
+            except EntrainError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            raise outcome[0] if self.is_global_zero else PeerFailure(str(outcome[0]))
+        return found
+
+    def _resolution_of(self, plan: Plan, measured: MeasuredCosts | None) -> Resolution:
+        """What rank 0 resolved, on another rank: same plan and costs, own view of the table."""
+        assert self.lightning_module is not None
+        samples, model, cluster = load_samples(self, self.lightning_module.trainer, self.lightning_module)
+        costs = CostModel(model, cluster, measured=measured, precision=self.options.precision)
+        return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
+
+
+def check_trainer(trainer: pl.Trainer) -> None:
+    """Raise RuntimeConfigError for trainer settings that would silently do something else than they say."""
+    if trainer.accumulate_grad_batches != 1:
+        raise RuntimeConfigError(
+            f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one global "
+            "batch; make global_batch_size larger and set num_microbatches instead."
+        )
+    if str(trainer.precision).startswith("16"):
+        raise RuntimeConfigError(
+            f"trainer.precision: {trainer.precision} needs one loss scale over all stages, which is not supported; use "
+            "bf16-mixed or 32-true."
+        )
+    if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm or "norm").endswith("value"):
+        raise RuntimeConfigError(
+            "trainer.gradient_clip_algorithm: expected norm (over all stages), found value, which is not supported."
+        )
+
+
+# Referenced by Lightning's registry so that `strategy: entrain` works in a recipe and in code.
+def register_strategy() -> None:
+    """Make `Trainer(strategy="entrain")` work; calling it again changes nothing."""
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    if EntrainStrategy.strategy_name not in StrategyRegistry:
+        StrategyRegistry.register(EntrainStrategy.strategy_name, EntrainStrategy, description=EntrainStrategy.__doc__)
+
+
+register_strategy()

@@ -1,0 +1,138 @@
+"""`entrain fit` as a user runs it: launchers, resume, export, validation."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small import entrain, losses, write_run
+
+
+def fit(folder, recipe, *arguments, **options):
+    process, _ = entrain(folder, recipe, *arguments, **options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process
+
+
+def test_launchers_agree(tmp_path):
+    recipe = write_run(tmp_path)
+    process = fit(tmp_path, recipe)
+    for expected in ("vision", "llm", "predicted", "Metrics in", "entrain export"):
+        assert expected in process.stdout
+    own = losses(tmp_path)
+    assert list(own) == [0, 1, 2]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    fit(tmp_path, recipe, launcher=torchrun)
+    assert losses(tmp_path, version=1) == own
+
+
+def test_any_plan_gives_the_same_losses(tmp_path):
+    recipe = write_run(tmp_path, devices=1)
+    fit(tmp_path, recipe)
+    recipe["trainer"]["devices"] = 2
+    recipe["trainer"]["strategy"]["init_args"].update(pipeline_degree=None, data_degree=2, policy="in_order")
+    fit(tmp_path, recipe)
+    assert list(losses(tmp_path, version=1).values()) == pytest.approx(list(losses(tmp_path).values()), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resume_sees_the_same_samples_and_losses(tmp_path, num_workers):
+    recipe = write_run(tmp_path, max_steps=6, samples=10)
+    recipe["data"]["init_args"]["num_workers"] = num_workers
+    recipe["trainer"]["gradient_clip_val"] = 0.5
+    recipe["model"]["init_args"]["scheduler"] = {
+        "class_path": "torch.optim.lr_scheduler.StepLR",
+        "init_args": {"step_size": 1, "gamma": 0.9},
+    }
+    fit(tmp_path, recipe)
+    whole = losses(tmp_path)
+    assert list(whole) == list(range(6))
+    recipe["trainer"]["max_steps"] = 3
+    fit(tmp_path, recipe)
+    recipe["trainer"]["max_steps"] = 6
+    # Another plan reads the same checkpoint.
+    if num_workers == 0:
+        recipe["trainer"]["devices"] = 1
+        recipe["trainer"]["strategy"]["init_args"]["pipeline_degree"] = 1
+    fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=3.ckpt")
+    resumed = losses(tmp_path, version=1) | losses(tmp_path, version=2)
+    assert list(resumed) == list(whole)
+    assert list(resumed.values()) == pytest.approx(list(whole.values()), rel=1e-6)
+
+
+def test_export_loads_in_transformers(tmp_path):
+    from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+    from entrain_opt.runtime.checkpoint import load_model
+    from entrain_opt.runtime.stages import PackedText, build_rank_model
+
+    recipe = write_run(tmp_path, frozen=["vision_tower"])
+    fit(tmp_path, recipe)
+    checkpoint = tmp_path / "runs" / "small" / "checkpoints" / "step=3.ckpt"
+    process, _ = export(tmp_path, checkpoint, "out")
+    assert process.returncode == 0, process.stderr
+    exported, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+    AutoTokenizer.from_pretrained(tmp_path / "out")
+    AutoImageProcessor.from_pretrained(tmp_path / "out")
+
+    from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
+
+    stages = (StagePlan(module="vision", layers=(0, 2), rank=0), StagePlan(module="llm", layers=(0, 2), rank=0))
+    plan = Plan(
+        model="model", degrees=ParallelDegrees(), stages=stages, global_batch_size=4, num_microbatches=1, frozen=()
+    )  # fmt: skip
+    rank = build_rank_model(tmp_path / "model", plan, 0, seed=99)
+    load_model(checkpoint, rank)
+    pixels = torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([7, 8, *[3] * 128, 9, 10])
+    text = PackedText(
+        segment_offsets=[0, len(ids)],
+        position_ids=torch.arange(len(ids)),
+        input_ids=ids,
+        feature_positions=(torch.nonzero(ids == 3).squeeze(1),),
+        feature_rows=(None,),
+    )
+    with torch.no_grad():
+        ours = rank.family.logits(rank.model, rank.decode(1, text, None, [rank.encode(0, pixels)]))
+        plain = exported(input_ids=ids[None], pixel_values=pixels).logits[0]
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
+    # Frozen layers kept their initial weights, trained ones moved.
+    fresh = dict(build_rank_model(tmp_path / "model", plan, 0, seed=0).model.named_parameters())
+    for name, parameter in exported.named_parameters():
+        assert torch.equal(parameter, fresh[name]) == ("vision_tower" in name), name
+
+
+def export(folder, checkpoint, output):
+    import os
+    import subprocess
+
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "entrain_opt.cli.main", "export", str(checkpoint), output]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False), command
+
+
+def test_validation_runs_under_the_same_plan(tmp_path):
+    recipe = write_run(tmp_path)
+    recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
+    recipe["trainer"]["val_check_interval"] = 3
+    process = fit(tmp_path, recipe)
+    log = (tmp_path / "runs" / "small" / "metrics" / "version_0" / "metrics.csv").read_text()
+    assert "validation_loss" in log, process.stdout
+
+
+def test_saved_config_runs_again_in_the_same_folder(tmp_path):
+    recipe = write_run(tmp_path, max_steps=1)
+    fit(tmp_path, recipe)
+    import yaml
+
+    saved = yaml.safe_load((tmp_path / "runs" / "small" / "metrics" / "version_0" / "config.yaml").read_text())
+    fit(tmp_path, saved)
+    assert losses(tmp_path, version=1) == losses(tmp_path)
+
+
+def test_registered_name_works_in_a_recipe(tmp_path):
+    recipe = write_run(tmp_path, max_steps=1, devices=1)
+    recipe["trainer"]["strategy"] = "entrain"
+    process, _ = entrain(tmp_path, recipe, "--trainer.strategy=entrain")
+    assert process.returncode == 0, process.stdout + process.stderr
