@@ -1,7 +1,7 @@
 """`entrain fit` and `entrain validate`: LightningCLI, with the plan shown before any other process starts.
 
-The recipe, the data and the plan are checked in the first process, so that a mistake is one message in seconds instead of
-a failure on every rank.
+The recipe, the data and the plan are checked in the first process, so that a mistake is one message in seconds instead
+of a failure on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 from pytorch_lightning.cli import LightningCLI
 from rich.console import Console
 
-from entrain_opt.cli.recipe import read_recipe
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.resolution import resolve_run
 from entrain_opt.lightning.strategy import EntrainStrategy, check_trainer
@@ -40,7 +39,7 @@ class EntrainCLI(LightningCLI):
         strategy = self.trainer.strategy
         if not isinstance(strategy, EntrainStrategy):
             raise RuntimeConfigError(
-                f"trainer.strategy: expected entrain_opt.EntrainStrategy (or `entrain`), found {type(strategy).__name__}."
+                f"trainer.strategy: expected entrain_opt.EntrainStrategy, found {type(strategy).__name__}."
             )
         if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) != 0:
             return
@@ -75,8 +74,6 @@ def run_lightning(arguments: Sequence[str]) -> None:
     Raises:
         EntrainError: from our own checks, on every rank.
     """
-    for path in _recipes(arguments[1:]):
-        read_recipe(path)  # Names a misspelled key of ours with its nearest match.
     # Lightning's advice for loaders of samples (ours yields global batches), and about its own internals.
     for message in ("does not have many workers", "number of training batches", "Total length of `list`", "treespec"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
@@ -87,14 +84,3 @@ def run_lightning(arguments: Sequence[str]) -> None:
         trainer_defaults={"use_distributed_sampler": False},
         parser_kwargs={"prog": "entrain"},
     )
-
-
-def _recipes(arguments: Sequence[str]) -> list[str]:
-    """Files given with `--config FILE`, `--config=FILE` or `-c FILE`."""
-    found = []
-    for position, argument in enumerate(arguments):
-        if argument in ("--config", "-c") and position + 1 < len(arguments):
-            found.append(arguments[position + 1])
-        elif argument.startswith("--config="):
-            found.append(argument.removeprefix("--config="))
-    return found

@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments and arguments[0] in _LIGHTNING_COMMANDS:
+            from entrain_opt.cli.recipe import read_recipe
+
+            for path in _recipes(arguments[1:]):
+                read_recipe(path)  # Names a misspelled key of ours in a second, before anything heavy is imported.
             from entrain_opt.cli.fit import run_lightning
 
             run_lightning(arguments)
@@ -55,6 +59,17 @@ def _message(error: EntrainError) -> str:
     text = str(error)
     marker = f"{type(error).__name__}: "
     return text.rpartition(marker)[2].strip() if text.startswith("Caught ") and marker in text else text
+
+
+def _recipes(arguments: Sequence[str]) -> list[str]:
+    """Files given with `--config FILE`, `--config=FILE` or `-c FILE`."""
+    found = []
+    for position, argument in enumerate(arguments):
+        if argument in ("--config", "-c") and position + 1 < len(arguments):
+            found.append(arguments[position + 1])
+        elif argument.startswith("--config="):
+            found.append(argument.removeprefix("--config="))
+    return found
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
         self.num_rows = num_samples
         self.batch_size = batch_size
         self.start = start
+        # With loader processes the first batches are drawn before Lightning sets the epoch.
+        self.set_epoch(start[0])
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.batch_size)
@@ -152,7 +154,7 @@ class MultimodalDataModule(pl.LightningDataModule):
         for name in ("seed", "global_batch_size"):
             if state_dict[name] != getattr(self, name):
                 raise RuntimeConfigError(
-                    f"data.{name}: the checkpoint was made with {state_dict[name]}, this run uses {getattr(self, name)}; "
-                    "some samples would be seen twice or never. Use the checkpoint's value."
+                    f"data.{name}: the checkpoint was made with {state_dict[name]}, this run uses "
+                    f"{getattr(self, name)}, so some samples would be seen twice or never. Use the checkpoint's value."
                 )
         self._start = (state_dict["epoch"], state_dict["batches"])

@@ -54,8 +54,8 @@ class MultimodalModule(pl.LightningModule):
         strategy = self.trainer.strategy
         if not isinstance(strategy, EntrainStrategy):
             raise RuntimeConfigError(
-                f"trainer.strategy: MultimodalModule runs under EntrainStrategy, found {type(strategy).__name__}. Write "
-                "strategy: entrain."
+                f"trainer.strategy: MultimodalModule runs under EntrainStrategy, found {type(strategy).__name__}. "
+                "Write strategy: entrain."
             )
         return strategy
 

@@ -255,15 +255,17 @@ def check_trainer(trainer: pl.Trainer) -> None:
     """Raise RuntimeConfigError for trainer settings that would silently do something else than they say."""
     if trainer.accumulate_grad_batches != 1:
         raise RuntimeConfigError(
-            f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one global "
-            "batch; make global_batch_size larger and set num_microbatches instead."
+            f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "
+            "global batch; make global_batch_size larger and set num_microbatches instead."
         )
     if str(trainer.precision).startswith("16"):
         raise RuntimeConfigError(
             f"trainer.precision: {trainer.precision} needs one loss scale over all stages, which is not supported; use "
             "bf16-mixed or 32-true."
         )
-    if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm or "norm").endswith("value"):
+    if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm or "norm").lower().endswith(
+        "value"
+    ):
         raise RuntimeConfigError(
             "trainer.gradient_clip_algorithm: expected norm (over all stages), found value, which is not supported."
         )

@@ -6,6 +6,7 @@ one kernel launch per sample of the row instead of one per row.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def packed_attention(
             is_causal=True,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        for start, end in zip(segment_offsets[:-1], segment_offsets[1:], strict=True)
+        for start, end in itertools.pairwise(segment_offsets)
     ]
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return packed.transpose(1, 2), None

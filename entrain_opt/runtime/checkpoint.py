@@ -1,8 +1,8 @@
 """Checkpoints that outlive the plan they were made under.
 
 A checkpoint is a folder: `torch.distributed.checkpoint` files with every tensor under its Hugging Face name
-(`model.NAME`, `optimizer.NAME.STATE`), `meta.pt` with Lightning's own state, optimizer groups and the plan, and `model/`
-with the model's config and processor files. Another plan, another number of ranks or none at all can read it.
+(`model.NAME`, `optimizer.NAME.STATE`), `meta.pt` with Lightning's own state, optimizer groups and the plan, and
+`model/` with the model's config and processor files. Another plan, another number of ranks or none at all can read it.
 
 Promise: written beside its final name and renamed when complete, so a crash never leaves half a checkpoint.
 """

@@ -1,7 +1,7 @@
 """Replays one rank's schedule with tensors.
 
-The schedule says what runs when; this file says what each action does. Nothing here decides an order, and every tensor is
-named by (stage, microbatch, part), so labels, features and gradients can never meet the wrong microbatch.
+The schedule says what runs when; this file says what each action does. Nothing here decides an order, and every tensor
+is named by (stage, microbatch, part), so labels, features and gradients can never meet the wrong microbatch.
 
 Promise: the gradient equals that of the plain model on the whole global batch, for any assignment and any schedule.
 Price: activations of the units in flight, one leaf tensor per received input.

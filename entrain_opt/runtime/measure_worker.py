@@ -25,9 +25,9 @@ from entrain_opt.cost.precision import find_precision
 
 #: Layers of each module that are timed together, and the bytes of weights above which fewer are.
 MOST_LAYERS, MOST_WEIGHT_BYTES = 3, 256 << 20
-_TILES = (1, 2, 4, 8, 16)
-_ROWS = ((64,), (64,) * 4, (256,), (512,), (128,) * 8, (512, 512), (1024,))
-_LABELS = (16, 64, 256, 1024)
+_TILES = (1, 2, 4, 8)
+_ROWS = ((64,), (64,) * 4, (256,), (512,), (256, 256), (128,) * 8, (1024,))
+_LABELS = (16, 64, 256, 512)
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MOST_ROUNDS = 9
 
@@ -213,8 +213,13 @@ class _Worker:
             yield
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        """On CPU the process's own time: what other programs take for a moment is not the model's cost.
+
+        Waiting for memory, which the other workers cause as training does, counts as own time.
+        """
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
         return time.perf_counter()
 
     def _step(self) -> list[float]:
@@ -222,7 +227,8 @@ class _Worker:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.requires_grad_(True)
-            parameter.grad = torch.zeros_like(parameter)
+            # Gradients of zero would be slower than real ones: they leave moments of zero to divide by.
+            parameter.grad = torch.randn_like(parameter)
         optimizer = torch.optim.AdamW(parameters, lr=0.0)
         optimizer.step()
         self._barrier()

@@ -7,8 +7,8 @@ lead to weights only. Where such a child hangs, the path node is a border: a mat
 2. `finish`: each border node runs once more from its kept gradient, restricted to the weights that hang on it.
 
 Promise: the sum of both equals a whole backward; no product is computed twice. Price: activations and one gradient per
-border stay until `finish`, and a walk over the graph (some microseconds per node). A weight that hangs on two borders (a
-tied embedding within one stage) makes `finish` a second full backward restricted to the weights: exact, but slower.
+border stay until `finish`, and a walk over the graph (some microseconds per node). A weight that hangs on two borders
+(a tied embedding within one stage) makes `finish` a second full backward restricted to the weights: exact, but slower.
 """
 
 from __future__ import annotations

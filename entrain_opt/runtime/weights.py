@@ -1,8 +1,8 @@
 """Weights of one rank: its own parameters only, equal under every plan.
 
 The whole model is built on the meta device (no memory), every parameter of other ranks is removed, and the rest is read
-from safetensors by name or drawn from a generator seeded by (seed, module name). So the value of a weight depends on the
-seed and its name, never on which rank holds it.
+from safetensors by name or drawn from a generator seeded by (seed, module name). So the value of a weight depends on
+the seed and its name, never on which rank holds it.
 """
 
 from __future__ import annotations

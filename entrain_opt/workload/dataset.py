@@ -102,17 +102,31 @@ class ChatDataset:
             file.seek(start)
             return file.read(end - start)
 
+    def find_id(self, row: int) -> str | None:
+        """The id of a row without checking the rest of it; None if the row is not readable as JSON with an id."""
+        try:
+            record = json.loads(self.read_line(row).decode("utf-8"))
+        except (ValueError, RecursionError):
+            return None  # Reading the row in full says what is wrong with it.
+        if not isinstance(record, dict):
+            return None
+        sample_id = record.get("id", f"{self.path.name}:{self._line_numbers[row]}")
+        return str(sample_id) if isinstance(sample_id, str | int) else None
+
     @cached_property
     def _sorted_ids(self) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
-        ids = np.array([sample.id for sample in self])
+        # A row without a readable id is reported by the index; nobody can ask for it by id.
+        found = [(sample_id, row) for row in range(len(self)) if (sample_id := self.find_id(row)) is not None]
+        ids = np.array([sample_id for sample_id, _ in found])
         order = np.argsort(ids, kind="stable")
         repeated = np.flatnonzero(ids[order][1:] == ids[order][:-1])
         if len(repeated):
-            first, second = order[repeated[0]], order[repeated[0] + 1]
+            name = ids[order[repeated[0]]]
+            first, second = (found[place][1] for place in order[repeated[0] : repeated[0] + 2])
             raise WorkloadError(
-                f"id {str(ids[first])!r} appears at {self.location(first)} and {self.location(second)}; make it unique."
+                f"id {str(name)!r} appears at {self.location(first)} and {self.location(second)}; make it unique."
             )
-        return ids[order], order
+        return ids[order], np.array([row for _, row in found], dtype=np.int64)[order]
 
     def row_of(self, sample_id: str) -> int:
         """The row of a sample id. The first call reads the whole file.

@@ -248,6 +248,7 @@ def _measure_block(task: tuple[str, str, str, int, int]) -> _Block:
         except WorkloadError as error:
             location = dataset.location(row)
             reason = str(error).removeprefix(f"{location}: ").removeprefix(f"sample {sample_id}: ")
+            sample_id = sample_id if sample_id != "?" else dataset.find_id(row) or "?"
             block.bad.append(BadSample(sample_id=sample_id, location=location, reason=reason))
             continue
         block.ids.append(sample.id)

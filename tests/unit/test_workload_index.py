@@ -107,8 +107,8 @@ def test_skip_leaves_out_and_says_so(mixed, caplog):
     assert table.media_counts.tolist() == [0, 1, 3, 1]
     assert "Skipping 8 of 12" in caplog.text
     dataset = ChatDataset(mixed)
-    with pytest.raises(WorkloadError, match=r"mixed\.jsonl:6"):
-        dataset.row_of("three")
+    # Broken rows do not keep the good ones from being read.
+    assert all(dataset[dataset.row_of(name)].id == name for name in table.sample_ids.tolist())
 
 
 def test_workers_give_the_same_table(mixed):
