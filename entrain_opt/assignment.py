@@ -145,7 +145,8 @@ class BatchCosts:
     @property
     def encoder_seconds_per_sample(self) -> FloatArray:
         """[N] sums over each sample's media items."""
-        return np.bincount(self.media_sample, weights=self.encoder_seconds, minlength=self.num_samples)
+        sums = np.bincount(self.media_sample, weights=self.encoder_seconds, minlength=self.num_samples)
+        return sums.astype(np.float64)
 
     @property
     def patches(self) -> IntArray:
@@ -290,8 +291,8 @@ class Assignment:
         outside = (values < 0) | (values >= limit)
         if outside.any():
             index = int(np.flatnonzero(outside)[0])
-            bound = limit if np.isscalar(limit) else np.asarray(limit)[index]
-            raise AssignmentError(f"{name}[{index}]: expected 0 to {int(bound) - 1}, found {values[index]}.")
+            bound = int(np.broadcast_to(limit, values.shape)[index])
+            raise AssignmentError(f"{name}[{index}]: expected 0 to {bound - 1}, found {values[index]}.")
 
     def _check_memory(self, costs: BatchCosts, shape: PipelineShape) -> None:
         media = costs.has_media

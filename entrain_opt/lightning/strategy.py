@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch.distributed as dist
@@ -25,9 +25,12 @@ from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
-from entrain_opt.runtime.stages import tied_stages
+from entrain_opt.runtime.stages import RankModel, tied_stages
 from entrain_opt.units import GIB
 from entrain_opt.workload.samples import SampleTable
+
+if TYPE_CHECKING:
+    from entrain_opt.lightning.module import MultimodalModule
 
 
 class EntrainStrategy(DDPStrategy):
@@ -130,6 +133,19 @@ class EntrainStrategy(DDPStrategy):
         return self._runner
 
     @property
+    def _module(self) -> MultimodalModule:
+        if self.lightning_module is None:
+            raise RuntimeError("EntrainStrategy knows its module once trainer.fit() or validate() has started.")
+        return cast("MultimodalModule", self.lightning_module)
+
+    @property
+    def _rank_model(self) -> RankModel:
+        model = self._module.rank_model
+        if model is None:
+            raise RuntimeError("EntrainStrategy has stages once MultimodalModule.configure_model() has run.")
+        return model
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Every rank draws the same global batch."""
         return {"num_replicas": 1, "rank": 0}
@@ -139,15 +155,14 @@ class EntrainStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._failures = FailureBoard(self.global_rank, self.world_size)
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         self._agree(lambda: check_trainer(trainer))
-        found = self._agree(lambda: resolve_run(self, trainer, self.lightning_module))
+        found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]
         dist.broadcast_object_list(content, src=0)
         assert content[0] is not None
         self._resolution = found or self._resolution_of(*content[0])
-        self._groups = make_groups(self.plan, tied_stages=tied_stages(self.lightning_module.model_folder, self.plan))
+        self._groups = make_groups(self.plan, tied_stages=tied_stages(self._module.model_folder, self.plan))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -155,7 +170,7 @@ class EntrainStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._runner = IterationRunner(self.lightning_module.rank_model, self.groups, nonfinite=self.nonfinite)  # type: ignore[union-attr,arg-type]
+        self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -182,10 +197,10 @@ class EntrainStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         checkpoints.save(
             Path(filepath),
-            self.lightning_module.rank_model,  # type: ignore[union-attr,arg-type]
+            self._rank_model,
             self.optimizers,
             meta=checkpoint,
-            model_folder=Path(self.lightning_module.model_folder),  # type: ignore[union-attr,arg-type]
+            model_folder=Path(self._module.model_folder),
             plan=to_plain(self.plan),
         )
 
@@ -194,12 +209,12 @@ class EntrainStrategy(DDPStrategy):
         return checkpoints.load_meta(self._checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoints.load_model(self._checkpoint_path, self.lightning_module.rank_model)  # type: ignore[union-attr,arg-type]
+        checkpoints.load_model(self._checkpoint_path, self._rank_model)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         checkpoints.load_optimizers(
             self._checkpoint_path,
-            self.lightning_module.rank_model,  # type: ignore[union-attr,arg-type]
+            self._rank_model,
             self.optimizers,
             checkpoint,
         )
@@ -245,8 +260,7 @@ class EntrainStrategy(DDPStrategy):
 
     def _resolution_of(self, plan: Plan, measured: MeasuredCosts | None) -> Resolution:
         """What rank 0 resolved, on another rank: same plan and costs, own view of the table."""
-        assert self.lightning_module is not None
-        samples, model, cluster = load_samples(self, self.lightning_module.trainer, self.lightning_module)
+        samples, model, cluster = load_samples(self, self._module.trainer, self._module)
         costs = CostModel(model, cluster, measured=measured, precision=self.options.precision)
         return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
 

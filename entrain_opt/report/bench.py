@@ -48,7 +48,7 @@ class Trial:
         deferred_samples: per global batch.
         peak_bytes: highest of any rank in any batch.
         samples_per_second, tokens_per_second: of the whole cluster.
-        capped: whether it runs under memory caps that the plan does not have.
+        cap_bytes: memory of the caps that it needs and the plan does not have; None if it needs none.
         failure: why it cannot run; empty if it can. There may be numbers all the same: those beyond the memory.
     """
 
@@ -64,13 +64,17 @@ class Trial:
     peak_bytes: float = float("nan")
     samples_per_second: float = float("nan")
     tokens_per_second: float = float("nan")
-    capped: bool = False
+    cap_bytes: int | None = None
     failure: str = ""
 
     @property
     def has_run(self) -> bool:
         """Whether there are numbers."""
         return bool(np.isfinite(self.step_seconds))
+
+    @property
+    def capped(self) -> bool:
+        return self.cap_bytes is not None
 
     @property
     def can_run(self) -> bool:
@@ -228,12 +232,13 @@ class Bench:
         return uncapped if uncapped.has_run and not trial.has_run else trial
 
     def _trial(self, policy: str, schedule: str, count: int, *, cap_bytes: int | None) -> Trial:
-        capped = cap_bytes is not None
         batches = range(len(self.batches))
         try:
             results = [self._measure(batch, policy, schedule, count, cap_bytes) for batch in batches]
         except (AssignmentError, ScheduleError, PlanError) as error:
-            return Trial(policy=policy, schedule=schedule, num_microbatches=count, capped=capped, failure=str(error))
+            return Trial(
+                policy=policy, schedule=schedule, num_microbatches=count, cap_bytes=cap_bytes, failure=str(error)
+            )
         mean = {name: float(np.mean([result[name] for result in results])) for name in results[0]}
         peak = max(result["peak_bytes"] for result in results)
         tokens = float(np.mean([batch.tokens.sum() for batch in self.batches]))
@@ -245,7 +250,7 @@ class Bench:
             **{**mean, "peak_bytes": peak},
             samples_per_second=self.rows.shape[1] / mean["step_seconds"],
             tokens_per_second=tokens / mean["step_seconds"],
-            capped=capped,
+            cap_bytes=cap_bytes,
             failure=too_big if peak > self.limit_bytes else "",
         )
 

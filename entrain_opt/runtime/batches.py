@@ -159,8 +159,8 @@ class RankBatchBuilder:
             AssignmentError: a sample does not fit in memory.
         """
         started = time.perf_counter()
-        rows = np.asarray(rows, dtype=np.int64)
-        table = self.samples.take(rows)
+        table_rows = np.asarray(rows, dtype=np.int64)
+        table = self.samples.take(table_rows)
         costs = self.cost_model.batch_costs(table, self.plan)
         shape = self.plan.pipeline_shape
         assignment = assign_microbatches(
@@ -188,8 +188,12 @@ class RankBatchBuilder:
             consumers={_key(unit): len(unit.consumers) for unit in work.encoder_units},
             encoder_sizes={_key(unit): _encoder_size(table, unit) for unit in work.encoder_units},
             llm_tokens={unit.microbatch: int(table.total_tokens[unit.samples].sum()) for unit in work.llm_units},
-            pixels={_key(unit): self._pixels(table, rows, unit) for unit in work.encoder_units if unit.encoder in mine},
-            texts={u.microbatch: self._text(table, rows, u, work, stages) for u in work.llm_units} if holds_llm else {},
+            pixels={
+                _key(unit): self._pixels(table, table_rows, unit) for unit in work.encoder_units if unit.encoder in mine
+            },
+            texts={u.microbatch: self._text(table, table_rows, u, work, stages) for u in work.llm_units}
+            if holds_llm
+            else {},
             label_tokens=int(table.label_tokens.sum()),
             sample_ids=tuple(str(name) for name in table.sample_ids),
             num_tokens=int(table.total_tokens.sum()),

@@ -4,10 +4,12 @@
    because processes of one machine share caches and memory bandwidth.
 2. Each times embeddings, layers, projector and head at a range of sizes (`measure_worker.py`), round after round
    within a time budget.
-3. Medians over rounds, means over workers, and a non-negative least-squares line for each piece.
+3. Medians over rounds, means over workers, and a non-negative least-squares line for each piece. On CPU a process's own
+   time counts, not the clock's: a plan should not depend on what else ran for a moment.
 
 Promise: what is timed is the code that the executor runs (`Family.encode`, `decode`, ...), with gradients where the
-frozen parts leave some. Price: about ten seconds for models/tiny-llava, most of it the budget. Messages are timed
+frozen parts leave some. Price: 10 to 15 seconds for models/tiny-llava on two free cores,
+half of it start-up; twice that on busy ones. Messages are timed
 between two local processes over gloo; where only one process is busy, or on CUDA, they are left to the cost model.
 """
 
@@ -43,7 +45,7 @@ def measure_costs(
     num_processes_busy: int = 1,
     precision: str = "32-true",
     device: str = "cpu",
-    budget_seconds: float = 5.0,
+    budget_seconds: float = 4.0,
 ) -> MeasuredCosts:
     """Measure a model on this machine.
 

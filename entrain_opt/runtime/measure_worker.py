@@ -266,7 +266,8 @@ class _Worker:
                     dist.recv(tensor, 0)
                     dist.send(tensor, 0)
                 seconds.append((time.perf_counter() - start) / 2)
-            rows.append([0.0, float(num_bytes), 1.0, statistics.median(seconds)])
+            # The fastest trip: a message waits for whatever else runs, and what waits is not the link.
+            rows.append([0.0, float(num_bytes), 1.0, min(seconds)])
         return rows if self.rank < 2 else []
 
     def _barrier(self) -> None:

@@ -66,12 +66,12 @@ def make_groups(plan: Plan, *, tied_stages: tuple[int, ...] = ()) -> PipelineGro
     pipeline = data = tied = None
     tied_ranks = sorted({rank_of[stage] for stage in tied_stages})
     for r in range(degrees.data):
-        shared: dict[tuple[int, int], dist.ProcessGroup] = {}
+        shared: dict[tuple[int, int, bool], dist.ProcessGroup] = {}
         for source, target in stage_edges(plan):
             # Chunks of an interleaved schedule share the group of their rank pair: order on it is the schedule's.
             ends = (rank_of[source], rank_of[target])
             ranks = [degrees.global_rank(r, end) for end in ends]
-            key = (*ends, int(source < target))
+            key = (ends[0], ends[1], source < target)
             if key not in shared:
                 shared[key] = dist.new_group(ranks)
             if r == replica and pipeline_rank in ends:

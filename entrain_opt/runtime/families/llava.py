@@ -131,5 +131,5 @@ class LlavaFamily:
         return row.squeeze(0)
 
     def logits(self, model: nn.Module, hidden: Tensor) -> Tensor:
-        hidden = model.model.language_model.norm(hidden)  # type: ignore[union-attr,operator]
-        return model.lm_head(hidden)  # type: ignore[operator]
+        whole: Any = model
+        return whole.lm_head(whole.model.language_model.norm(hidden))
