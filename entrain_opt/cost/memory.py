@@ -11,8 +11,10 @@ memory-efficient attention (no attention matrix is stored):
     attention output and its log-sum, the two residual sums, and the feed-forward's inner values
     (2 without a gate; gate, up, activation and product with one).
 
-A stage without a backward pass holds one layer's worth while it runs. Allocator overhead is not included, which is why
-a cluster keeps a reserve.
+A stage without a backward pass holds one layer's worth while it runs. Compared with what autograd keeps of
+models/tiny-llava in float32: the same for the SigLIP layer and the embeddings, up to 7 % more for the Llama layer; the
+projector and logits are counted at the peak of their backward. Allocator overhead is not included, which is why a
+cluster keeps a reserve.
 """
 
 from __future__ import annotations
