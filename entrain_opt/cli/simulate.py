@@ -30,7 +30,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="global batches to draw (default: 4)")
     parser.add_argument("--seed", type=int, help="of the draws (default: the recipe's, which the planner draws with)")
     parser.add_argument("--trace", metavar="FILE", help="write the best combination's first batch for ui.perfetto.dev")
-    parser.add_argument("--cache-dir", default="runs/cache", metavar="DIR", help="kept indexes, profiles and plans")
+    parser.add_argument(
+        "--cache-dir", metavar="DIR", help="kept indexes, profiles and plans (default: the recipe's, runs/cache)"
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batches < 1:
         raise RuntimeConfigError(f"--batches: expected at least 1, found {arguments.batches}.")
     policies, schedules = chosen_names(arguments.policies, arguments.schedules)
-    found = resolve_any(recipe, cache_dir=arguments.cache_dir, console=console)
+    found = resolve_any(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     schedules = schedules or default_schedules(found.plan)
     seed = recipe.options.seed if arguments.seed is None else arguments.seed
     bench = make_bench(found, recipe, num_batches=arguments.batches, seed=seed)
