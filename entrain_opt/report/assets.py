@@ -10,7 +10,7 @@ CSS = """
 :root[data-theme=dark] { --page:#0f1318; --card:#171c23; --text:#e8ecf1; --soft:#a3adb9; --line:#323a45; --grid:#2a313b;
   --accent:#7cc4f5; --mark:#17324a; --zero:#566170; }
 :root[data-theme=dark] { color-scheme: dark; } :root[data-theme=light] { color-scheme: light; }
-* { box-sizing: border-box; }
+* { box-sizing: border-box; } [hidden] { display:none !important; }
 html { scroll-behavior: smooth; -webkit-text-size-adjust: 100%; }
 body { margin:0; background:var(--page); color:var(--text); font:16px/1.55 system-ui,"Segoe UI",Roboto,"Helvetica Neue",
   Arial,sans-serif; overflow-wrap:anywhere; }
@@ -97,7 +97,8 @@ function themed(layout, width, names) {
   copy.width = Math.floor(width);
   if (narrow && copy.legend) {
     // Two columns of names above the plot, and room for them.
-    Object.assign(copy.legend, { entrywidth: 0.5, entrywidthmode: "fraction", font: { size: 10.5 } });
+    Object.assign(copy.legend, { xref: "container", entrywidth: width / 2 - 58, entrywidthmode: "pixels",
+      font: { size: 10.5 } });
     copy.height += 17 * Math.ceil(names / 2);
   }
   return copy;

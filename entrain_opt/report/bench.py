@@ -134,7 +134,7 @@ def microbatch_loads(costs: BatchCosts, assignment: Assignment, plan: Plan) -> M
 
 
 #: Plays under memory caps until one fits.
-_TIGHTENINGS = 3
+_TIGHTENINGS = 4
 
 
 class Bench:
@@ -228,7 +228,7 @@ class Bench:
             trial = self._trial(policy, schedule, count, cap_bytes=cap_bytes)
             if trial.has_run:
                 # The caps count the logits of a typical microbatch; a larger one overshoots by as much.
-                cap_bytes -= max(int(trial.peak_bytes) - self.limit_bytes, 0)
+                cap_bytes -= max(int(trial.peak_bytes) - self.limit_bytes, 0) + self.limit_bytes // 100
         return uncapped if uncapped.has_run and not trial.has_run else trial
 
     def _trial(self, policy: str, schedule: str, count: int, *, cap_bytes: int | None) -> Trial:

@@ -226,7 +226,10 @@ def _comparisons(
     for count in sorted({max(1, int(plan.num_microbatches * factor)) for factor in (0.5, 0.75, 1, 1.5, 2, 3)}):
         trial = own if count == plan.num_microbatches else bench.trial(plan.policy, plan.schedule, count)
         # Policies use no more microbatches than pay; the same again would say nothing.
-        if trial is own or not by_count or trial.step_seconds != by_count[-1].step_seconds:
+        same = bool(by_count) and trial.step_seconds == by_count[-1].step_seconds
+        if same and trial is own:
+            by_count[-1] = own
+        elif not same:
             by_count.append(trial)
     counts = trials_view(
         by_count,
@@ -239,7 +242,8 @@ def _comparisons(
 
 def _subtitle(plan: Plan, costs: CostModel) -> str:
     cluster = costs.cluster
-    devices = f"{cluster.num_devices} x {cluster.device}"
+    is_cpu = cluster.device_spec.name == "cpu"
+    devices = f"{cluster.num_devices} CPU processes" if is_cpu else f"{cluster.num_devices} x {cluster.device}"
     if cluster.num_nodes > 1:
         devices += f" ({cluster.num_nodes} nodes of {cluster.devices_per_node})"
     frozen = f", frozen: {', '.join(plan.frozen)}" if plan.frozen else ""
@@ -261,7 +265,7 @@ def _sentence(own: Trial, baseline: Trial | None, plan: Plan, bench: Bench) -> s
     )
     if baseline is not None and baseline.has_run:
         ratio = baseline.step_seconds / own.step_seconds
-        also = " (beyond its memory)" if baseline.failure else ""
+        also = " and more memory than a device has" if baseline.failure else ""
         text += (
             f" With samples taken in order, the same plan would need {format_seconds(baseline.step_seconds)}{also}, "
             f"{ratio:.2f} times as long, and wait {baseline.bubble_share:.0%}."

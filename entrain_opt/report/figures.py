@@ -188,7 +188,13 @@ def loads_figure(view: LoadsView) -> Figure:
     layout |= {
         "barmode": "stack",
         "bargap": 0.15,
-        "xaxis": {"title": {"text": "microbatch"}, "anchor": "y2", "fixedrange": True},
+        "xaxis": {
+            "title": {"text": "microbatch"},
+            "anchor": "y2",
+            "tick0": 0,
+            "dtick": max(1, round(len(numbers) / 8)),
+            "fixedrange": True,
+        },
         "yaxis": {"title": {"text": f"encoder, {unit}"}, "domain": [0.55, 1], "range": [0, top], "fixedrange": True},
         "yaxis2": {"title": {"text": f"LLM, {unit}"}, "domain": [0, 0.45], "range": [0, top], "fixedrange": True},
         "shapes": [

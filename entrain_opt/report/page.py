@@ -194,7 +194,8 @@ def _choice(name: str, label: str, values: Sequence[str], names: Sequence[str]) 
     options = "".join(
         f'<option value="{escape(value)}">{escape(text)}</option>' for value, text in zip(values, names, strict=True)
     )
-    return f'<label>{label} <select data-choice="{name}">{options}</select></label>'
+    hidden = " hidden" if len(values) == 1 else ""
+    return f'<label{hidden}>{label} <select data-choice="{name}">{options}</select></label>'
 
 
 def _tile(tile: Tile) -> str:

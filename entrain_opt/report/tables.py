@@ -55,7 +55,7 @@ def candidates_table(plan: Plan) -> TableView | None:
     if not candidates:
         return None
     rows, marked, faint = [], None, []
-    for index, candidate in enumerate(sorted(candidates, key=_replayed_seconds)):
+    for index, candidate in enumerate(sorted(candidates, key=_rank_of_candidate)):
         seconds = candidate.get("predicted_seconds")
         outcome = str(candidate.get("outcome", ""))
         if outcome == "chosen":
@@ -73,7 +73,7 @@ def candidates_table(plan: Plan) -> TableView | None:
             )
         )
     return TableView(
-        caption="The configurations that were played through, fastest first; layers in brackets share a rank",
+        caption="The configurations that were played through; layers in brackets share a rank",
         columns=("replicas x pipeline", "microbatches", "layers per rank", "closed form", "replayed", "outcome"),
         rows=tuple(rows),
         text_columns=(0, 2, 5),
@@ -82,9 +82,10 @@ def candidates_table(plan: Plan) -> TableView | None:
     )
 
 
-def _replayed_seconds(candidate: Mapping[str, Any]) -> float:
+def _rank_of_candidate(candidate: Mapping[str, Any]) -> tuple[bool, float]:
+    """The chosen one first: others may have been faster on fewer batches."""
     seconds = candidate.get("predicted_seconds")
-    return math.inf if seconds is None else float(seconds)
+    return candidate.get("outcome") != "chosen", math.inf if seconds is None else float(seconds)
 
 
 def _short_stages(stages: str) -> str:

@@ -76,7 +76,7 @@ def timeline_view(
         summary=(
             f"Replica {replica}: {len(busy)} pipeline ranks, iteration of {format_seconds(timeline.makespan_seconds)}. "
             f"Ranks compute {busy.min():.0%} to {busy.max():.0%} of the time. "
-            f"{len(arrows)} encoder outputs are deferred."
+            + (f"{len(arrows)} encoder outputs are deferred." if arrows else "Nothing is deferred.")
         ),
     )
 

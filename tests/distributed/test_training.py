@@ -142,5 +142,5 @@ def test_a_parameter_without_a_place_raises(tmp_path):
 
     folder = write_model(tmp_path / "plain")
     family = family_of(build_rank_model(folder, make_plan(folder, SPLITS[1]), 0, seed=0).family.config)
-    with pytest.raises(RuntimeConfigError, match="model.resampler.weight"):
+    with pytest.raises(RuntimeConfigError, match=r"model\.resampler\.weight"):
         family.place("model.resampler.weight")
