@@ -30,7 +30,7 @@ class StageCosts:
         forward_seconds, backward_seconds: per stage, per item. `backward_seconds` is 0 where nothing trains.
         weight_gradient_share: per stage, the part of the backward that computes weight gradients, 0 to 1.
         forward_fixed_seconds, backward_fixed_seconds: per stage and microbatch (or part of one).
-        send_seconds: per stage, per item: its output to the next stage on another rank; the gradient back takes as long.
+        send_seconds: per stage, per item: its output to the next rank; the gradient back takes as long.
         send_fixed_seconds: latency of one message.
         reduce_seconds: per stage, data-parallel gradient reduction of one iteration.
         step_seconds: per stage, optimizer step.

@@ -35,8 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from entrain_opt.cli.plan import resolve_recipe
     from entrain_opt.cli.recipe import read_recipe
-    from entrain_opt.cli.simulate import chosen_names, default_schedules, make_bench, resolve_any
+    from entrain_opt.cli.simulate import chosen_names, default_schedules, make_bench
     from entrain_opt.errors import RuntimeConfigError
     from entrain_opt.report.content import build_content
     from entrain_opt.report.page import write_page
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.batches < 1:
         raise RuntimeConfigError(f"--batches: expected at least 1, found {arguments.batches}.")
     policies, schedules = chosen_names(arguments.policies, arguments.schedules)
-    found = resolve_any(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
+    found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     seed = recipe.options.seed
     bench = make_bench(found, recipe, num_batches=arguments.batches, seed=seed)
     with console.status("Report") as status:

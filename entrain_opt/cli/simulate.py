@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,15 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from entrain_opt.cli.plan import resolve_recipe
     from entrain_opt.cli.recipe import read_recipe
     from entrain_opt.errors import RuntimeConfigError
     from entrain_opt.report.bench import best_trial
 
-    recipe, console = read_recipe(arguments.config), Console()
+    recipe = read_recipe(arguments.config)
+    # A table of eleven columns: a pipe or file has no width of its own.
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if arguments.batches < 1:
         raise RuntimeConfigError(f"--batches: expected at least 1, found {arguments.batches}.")
     policies, schedules = chosen_names(arguments.policies, arguments.schedules)
-    found = resolve_any(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
+    found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     schedules = schedules or default_schedules(found.plan)
     seed = recipe.options.seed if arguments.seed is None else arguments.seed
     bench = make_bench(found, recipe, num_batches=arguments.batches, seed=seed)
@@ -178,55 +182,3 @@ def trials_table(trials: list[Trial], bench: Bench, best: int | None) -> Table:
         table.caption = "\n".join(failures)
         table.caption_justify = "left"
     return table
-
-
-def resolve_any(recipe: Recipe, *, cache_dir: str | Path, console: Console) -> Resolution:
-    """The plan of a recipe whose dataset is a chat file or a bare trace (Parquet)."""
-    from entrain_opt.cli.plan import resolve_recipe
-
-    if Path(recipe.dataset).suffix != ".parquet":
-        return resolve_recipe(recipe, cache_dir=cache_dir, console=console)
-    return _resolve_trace(recipe, Path(cache_dir), console)
-
-
-def _resolve_trace(recipe: Recipe, cache_dir: Path, console: Console) -> Resolution:
-    """As `planner.resolve.resolve`, with the samples of a trace."""
-    from filelock import FileLock
-
-    from entrain_opt.cost import CostModel
-    from entrain_opt.plan import Plan
-    from entrain_opt.planner.resolve import Resolution, check_plan_file, load_measured_costs
-    from entrain_opt.planner.solve import input_hash, solve_plan
-    from entrain_opt.spec.cluster import ClusterSpec
-    from entrain_opt.spec.model import ModelSpec
-    from entrain_opt.workload.media import media_rule
-    from entrain_opt.workload.trace import read_trace
-
-    options, size = recipe.options, recipe.global_batch_size
-    options.check()
-    model = ModelSpec.from_pretrained(recipe.model_folder, frozen=recipe.frozen)
-    cluster = ClusterSpec(
-        device=options.device,
-        num_nodes=recipe.num_nodes,
-        devices_per_node=recipe.devices_per_node,
-        memory_bytes=options.memory_bytes,
-    )
-    samples = read_trace(recipe.dataset, media_rule(recipe.model_folder))
-    measured = None
-    if options.cost_model == "measured":
-        measured = load_measured_costs(
-            recipe.model_folder, cluster, frozen=recipe.frozen, options=options, cache_dir=cache_dir, measure=None
-        )
-    costs = CostModel(model, cluster, measured=measured, precision=options.precision)
-    if recipe.plan != "auto":
-        plan, source = check_plan_file(recipe.plan, model, cluster, size, recipe.frozen), "file"
-    else:
-        path = cache_dir / f"plan-{input_hash(costs, samples, size, options)}.yaml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            source = "cached" if path.exists() else "solved"
-            if source == "solved":
-                console.print("Solving the plan ...", highlight=False)
-                solve_plan(model, samples, cluster, global_batch_size=size, options=options, costs=costs).write(path)
-        plan = Plan.read(path)
-    return Resolution(plan=plan, source=source, samples=samples, model=model, cluster=cluster, costs=costs)

@@ -89,8 +89,6 @@ class MultimodalDataModule(pl.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if global_batch_size < 1:
-            raise RuntimeConfigError(f"data.global_batch_size: expected at least 1, found {global_batch_size}.")
         self.dataset = dataset
         self.validation_dataset = validation_dataset
         self.global_batch_size = global_batch_size
@@ -99,6 +97,20 @@ class MultimodalDataModule(pl.LightningDataModule):
         self.shuffle = shuffle
         self.seed = seed
         self._start = (0, 0)
+
+    def check(self) -> None:
+        """Raise RuntimeConfigError for arguments that cannot train.
+
+        Not in the constructor, where the command line would bury the message in its own.
+        """
+        if self.global_batch_size < 1:
+            raise RuntimeConfigError(f"data.global_batch_size: expected at least 1, found {self.global_batch_size}.")
+        for path in (self.dataset, self.validation_dataset):
+            if path is not None and path.endswith(".parquet"):
+                raise RuntimeConfigError(
+                    f"data: {path} is a trace of sizes without content; expected a JSONL file in chat form. Traces "
+                    "serve `entrain plan`, `simulate` and `report`."
+                )
 
     def _loader(self, path: str, samples: SampleTable, sampler: GlobalBatchSampler) -> DataLoader[RankBatch]:
         trainer: Any = self.trainer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from entrain_opt.cost import MeasuredCosts
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
 from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec
@@ -29,6 +30,7 @@ def check_parts(module: Any, data: Any) -> None:
                 f"{name}: EntrainStrategy expects a {expected.__name__}, found {type(value).__name__}. Pass "
                 f"entrain_opt.{expected.__name__} or a class derived from it to trainer.fit()."
             )
+    data.check()
 
 
 def resolve_run(
@@ -57,16 +59,10 @@ def load_samples(
     strategy: EntrainStrategy, trainer: pl.Trainer, module: Any
 ) -> tuple[SampleTable, ModelSpec, ClusterSpec]:
     """What a rank that did not solve needs to know of the run."""
-    from entrain_opt.workload.index import load_index
-
     data = trainer.datamodule  # type: ignore[attr-defined]
     check_parts(module, data)
-    samples = load_index(
-        data.dataset,
-        module.model_folder,
-        policy=data.bad_samples,
-        cache_dir=strategy.cache_dir,
-        progress=False,
+    samples = sizes.load_samples(
+        data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
     options = strategy.options
     cluster = ClusterSpec(

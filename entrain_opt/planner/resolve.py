@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.cost.profile import profile_path
@@ -62,7 +63,7 @@ def resolve(
 
     Args:
         model_folder: Hugging Face folder.
-        dataset: JSONL file in chat form.
+        dataset: JSONL file in chat form, or a trace (Parquet) to plan with only.
         global_batch_size: samples per optimizer step.
         num_nodes, devices_per_node: ranks.
         frozen: parts that do not train.
@@ -78,8 +79,6 @@ def resolve(
         RuntimeConfigError: measured costs are asked for, but there are none and nothing to measure with.
         WorkloadError: the data is unusable.
     """
-    from entrain_opt.workload.index import load_index
-
     options = options or PlanOptions()
     options.check()
     if bad_samples not in ("error", "skip"):
@@ -91,13 +90,7 @@ def resolve(
         devices_per_node=devices_per_node,
         memory_bytes=options.memory_bytes,
     )
-    samples = load_index(
-        dataset,
-        model_folder,
-        policy="skip" if bad_samples == "skip" else "error",
-        cache_dir=cache_dir,
-        progress=progress,
-    )
+    samples = load_samples(dataset, model_folder, bad_samples=bad_samples, cache_dir=cache_dir, progress=progress)
     measured = None
     if options.cost_model == "measured":
         measured = load_measured_costs(
@@ -109,6 +102,30 @@ def resolve(
     else:
         found, source = _solved(model, samples, cluster, global_batch_size, options, costs, Path(cache_dir))
     return Resolution(plan=found, source=source, samples=samples, model=model, cluster=cluster, costs=costs)
+
+
+def load_samples(
+    dataset: str | Path,
+    model_folder: str | Path,
+    *,
+    bad_samples: str = "error",
+    cache_dir: str | Path = "runs/cache",
+    progress: bool = False,
+) -> SampleTable:
+    """The sizes of a data set: the cached index of a chat file, or a bare trace (`.parquet`) to plan with only.
+
+    Raises:
+        WorkloadError: the data is unusable.
+    """
+    if Path(dataset).suffix == ".parquet":
+        from entrain_opt.workload.media import media_rule
+        from entrain_opt.workload.trace import read_trace
+
+        return read_trace(dataset, media_rule(model_folder))
+    from entrain_opt.workload.index import load_index
+
+    policy: Literal["error", "skip"] = "skip" if bad_samples == "skip" else "error"
+    return load_index(dataset, model_folder, policy=policy, cache_dir=cache_dir, progress=progress)
 
 
 def resolve_plan(
