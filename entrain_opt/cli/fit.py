@@ -75,7 +75,14 @@ def run_lightning(arguments: Sequence[str]) -> None:
         EntrainError: from our own checks, on every rank.
     """
     # Lightning's advice for loaders of samples (ours yields global batches), and about its own internals.
-    for message in ("does not have many workers", "number of training batches", "Total length of `list`", "treespec"):
+    silenced = (
+        "does not have many workers",
+        "number of training batches",
+        "Total length of `list`",
+        "treespec",
+        "sync_dist",
+    )
+    for message in silenced:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     EntrainCLI(
         # LightningCLI warns about arguments that are not the process's own.

@@ -128,13 +128,15 @@ class _Reader:
             raise RuntimeConfigError(f"{self.path}: {where} is missing; expected class_path entrain_opt.{class_name}.")
         section = self.mapping(section, where)
         if "class_path" not in section:
-            arguments, where_arguments = section, where
-        else:
-            self.known(section, {"class_path", "init_args", "dict_kwargs"}, where)
-            arguments = self.mapping(section.get("init_args") or {}, f"{where}.init_args")
-            where_arguments = f"{where}.init_args"
-            if str(section["class_path"]).rpartition(".")[2] != class_name:
-                return arguments  # A class of the user's own, with arguments of its own.
+            raise RuntimeConfigError(
+                f"{self.path}: {where}.class_path is missing; write class_path: entrain_opt.{class_name} and its "
+                "arguments under init_args."
+            )
+        self.known(section, {"class_path", "init_args", "dict_kwargs"}, where)
+        arguments = self.mapping(section.get("init_args") or {}, f"{where}.init_args")
+        where_arguments = f"{where}.init_args"
+        if str(section["class_path"]).rpartition(".")[2] != class_name:
+            return arguments  # A class of the user's own, with arguments of its own.
         declared, takes_any = declared_arguments(class_name)
         if not takes_any or class_name == _STRATEGY:
             self.known(arguments, keys | declared, where_arguments)

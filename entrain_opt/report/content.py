@@ -122,7 +122,7 @@ def build_content(
     has_baseline = plan.policy != BASELINE
     baseline = bench.trial(BASELINE, plan.schedule) if has_baseline else own
     shown = [own, baseline] if has_baseline and baseline.has_run else [own]
-    batch = _typical_batch(bench, own)
+    batch = typical_batch(bench, own)
     timelines = {
         t.policy: bench.timeline(batch, t.policy, t.schedule, t.num_microbatches, cap_bytes=t.cap_bytes) for t in shown
     }
@@ -163,7 +163,7 @@ def build_content(
     )
 
 
-def _typical_batch(bench: Bench, own: Trial) -> int:
+def typical_batch(bench: Bench, own: Trial) -> int:
     """The batch with the median iteration time."""
     seconds = [
         bench.timeline(b, own.policy, own.schedule, cap_bytes=own.cap_bytes).makespan_seconds

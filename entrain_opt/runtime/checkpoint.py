@@ -128,7 +128,7 @@ def load_tensors(path: Path, wanted: dict[str, Tensor]) -> None:
             raise RuntimeConfigError(
                 f"checkpoint {path}: {name!r} has shape {list(found.size)}, the model expects {list(tensor.shape)}."
             )
-    dcp.load(wanted, checkpoint_id=path)
+    dcp.load(wanted, checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
 def load_model(path: Path, model: RankModel) -> None:

@@ -1,6 +1,7 @@
 """Write the full-size folders to plan for: Qwen2.5-VL's vision tower with Llama-3.2-sized language models; no weights.
 
-The format is `qwen2_5_vl`, whose vision tower this is, so `AutoConfig` and `AutoModelForImageTextToText` read it. Its language model is a Qwen2: with the sizes of Llama-3.2 it differs from a Llama by the biases of the q, k and v
+The format is `qwen2_5_vl`, whose vision tower this is, so `AutoConfig` and `AutoModelForImageTextToText` read it. Its
+language model is a Qwen2: with the sizes of Llama-3.2 it differs from a Llama by the biases of the q, k and v
 projections (0.004 % of the parameters), which decides nothing about time or memory.
 
     python models/scripts/make_planning_folders.py [--output models]
