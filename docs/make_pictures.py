@@ -23,7 +23,7 @@ from entrain_opt.cli.plan import resolve_recipe
 from entrain_opt.cli.recipe import read_recipe
 from entrain_opt.cli.simulate import default_schedules, make_bench
 from entrain_opt.report.bench import Bench
-from entrain_opt.report.content import BASELINE, ReportContent, build_content
+from entrain_opt.report.content import BASELINE, build_content, typical_batch
 from entrain_opt.report.figures import timeline_figure
 from entrain_opt.report.page import write_page
 from entrain_opt.report.timelines import timeline_view
@@ -71,20 +71,21 @@ def main() -> None:
             bottom = "document.getElementById('timeline').getBoundingClientRect().bottom + scrollY + 16"
             photograph(browser, report, DOCS / f"report-{name}.png", width=1280, height=bottom, scale=1.0)
             timelines = Path(scratch) / f"{name}-timeline.html"
-            timelines.write_text(timeline_page(bench, content, width=1600), encoding="utf-8")
+            timelines.write_text(timeline_page(bench, width=1600), encoding="utf-8")
             height = "document.body.getBoundingClientRect().bottom"
             photograph(browser, timelines, DOCS / TIMELINES[name], width=1600, height=height, scale=1.25)
         browser.quit()
 
 
-def timeline_page(bench: Bench, content: ReportContent, *, width: int) -> str:
-    """Both policies' slowest replica of one batch, above each other on one axis."""
+def timeline_page(bench: Bench, *, width: int) -> str:
+    """Both policies' slowest replica of the report's batch, above each other on one axis."""
     from plotly.offline import get_plotlyjs
 
     plan, names = bench.plan, [BASELINE, bench.plan.policy]
     trials = [bench.trial(name, plan.schedule) for name in names]
+    batch = typical_batch(bench, trials[-1])
     timelines = [
-        bench.timeline(0, trial.policy, trial.schedule, trial.num_microbatches, cap_bytes=trial.cap_bytes)
+        bench.timeline(batch, trial.policy, trial.schedule, trial.num_microbatches, cap_bytes=trial.cap_bytes)
         for trial in trials
     ]
     limit = max(timeline.makespan_seconds for timeline in timelines)
@@ -92,13 +93,18 @@ def timeline_page(bench: Bench, content: ReportContent, *, width: int) -> str:
     for name, timeline in zip(names, timelines, strict=True):
         ends = [run.times.makespan_seconds for run in timeline.runs]
         replica = max(range(len(ends)), key=ends.__getitem__)
-        figure = timeline_figure(timeline_view(timeline, bench.batches[0], plan, replica, limit_seconds=limit))
+        figure = timeline_figure(timeline_view(timeline, bench.batches[batch], plan, replica, limit_seconds=limit))
         last = name == names[-1]
         figure["layout"] |= {"width": width - 36, "font": {"size": 15, "color": "#1b1f24"}, "showlegend": last}
-        figure["layout"]["height"] += 20 if last else -50
-        figure["layout"]["legend"] |= {"y": -0.25 if plan.degrees.pipeline > 3 else -0.6, "yanchor": "top"}
-        if not last:
-            figure["layout"]["xaxis"]["title"] = {"text": ""}
+        # Fixed margins, so that both panels have rows of one height; the legend stands below the second.
+        rows, below = max(38 * plan.degrees.pipeline, 110), 110 if last else 32
+        figure["layout"] |= {"height": rows + below + 6, "margin": {"l": 190, "r": 14, "t": 6, "b": below}}
+        figure["layout"]["legend"] |= {"y": -44 / rows, "yanchor": "top"}
+        figure["layout"]["xaxis"]["title"] = {
+            "text": figure["layout"]["xaxis"]["title"]["text"] if last else "",
+            "standoff": 4,
+        }
+        figure["layout"]["yaxis"]["automargin"] = False
         which = f", slowest of {len(ends)} replicas" if len(ends) > 1 else ""
         title = "Samples in order" if name == BASELINE else f"Balanced by entrain ({name})"
         panels.append(
@@ -139,17 +145,7 @@ def photograph(browser: Any, page: Path, picture: Path, *, width: int, height: s
     resize(int(browser.execute_script(f"return Math.ceil({height})")))
     browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     browser.save_screenshot(str(picture))
-    _shrink(picture)
     print(f"{picture}: {picture.stat().st_size / 1024:.0f} KiB")
-
-
-def _shrink(picture: Path) -> None:
-    """256 colours are enough for charts and text, at a third of the size."""
-    from PIL import Image
-
-    with Image.open(picture) as image:
-        small = image.convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    small.save(picture, optimize=True)
 
 
 if __name__ == "__main__":
