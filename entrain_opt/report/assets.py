@@ -34,6 +34,8 @@ section { background:var(--card); border:1px solid var(--line); border-radius:10
 figure { margin:8px 0 0; min-width:0; } figcaption { color:var(--soft); font-size:.92rem; margin-top:6px;
   max-width:100ch; }
 .plot { width:100%; min-width:0; }
+.key { display:flex; flex-wrap:wrap; gap:2px 14px; list-style:none; padding:0; margin:4px 0; font-size:.82rem; }
+.key span { display:inline-block; width:12px; height:12px; border-radius:2px; margin-right:6px; }
 .scroll { overflow-x:auto; max-width:100%; margin:8px 0 14px; border:1px solid var(--line); border-radius:8px; }
 table { border-collapse:collapse; width:100%; font-size:.9rem; font-variant-numeric:tabular-nums;
   overflow-wrap:normal; }
@@ -78,9 +80,9 @@ const choice = name => document.querySelector(`select[data-choice="${name}"]`).v
 const keyOf = plot => plot.dataset.key.replace(/\\{(\\w+)\\}/g, (_, name) => choice(name));
 const isDark = () => root.dataset.theme ? root.dataset.theme === "dark" : dark.matches;
 
-function themed(layout, width, names) {
+function themed(layout, width, narrow) {
   const css = getComputedStyle(root), colour = name => css.getPropertyValue(name).trim();
-  const copy = structuredClone(layout), narrow = width < 560;
+  const copy = structuredClone(layout);
   copy.paper_bgcolor = copy.plot_bgcolor = "rgba(0,0,0,0)";
   copy.font = { ...copy.font, color: colour("--text"), family: getComputedStyle(document.body).fontFamily,
     size: narrow ? 11 : 13 };
@@ -95,12 +97,8 @@ function themed(layout, width, names) {
   }
   for (const shape of copy.shapes || []) shape.line.color = colour("--soft");
   copy.width = Math.floor(width);
-  if (narrow && copy.legend) {
-    // Two columns of names above the plot, and room for them.
-    Object.assign(copy.legend, { xref: "container", entrywidth: width / 2 - 58, entrywidthmode: "pixels",
-      font: { size: 10.5 } });
-    copy.height += 17 * Math.ceil(names / 2);
-  }
+  // Above a narrow plot the legend would take more room than the plot: the page writes it below instead.
+  copy.showlegend = !narrow;
   return copy;
 }
 
@@ -111,9 +109,21 @@ function draw(plot) {
   if (note) note.textContent = summaries[key] || "";
   const data = figure.data.map(trace => !trace.customdata ? trace :
     { ...trace, customdata: trace.customdata.map(place => figure.layout.meta[place]) });
-  return Plotly.react(plot, data, themed(figure.layout, plot.parentElement.clientWidth,
-    data.filter(trace => trace.showlegend !== false).length),
+  const width = plot.parentElement.clientWidth, narrow = width < 560;
+  legend(plot, data.filter(trace => trace.showlegend !== false), narrow);
+  return Plotly.react(plot, data, themed(figure.layout, width, narrow),
     { displaylogo: false, responsive: false, displayModeBar: false, scrollZoom: false, doubleClick: "reset" });
+}
+
+function legend(plot, traces, narrow) {
+  const list = plot.parentElement.querySelector(".key");
+  list.hidden = !narrow;
+  list.replaceChildren(...traces.map(trace => {
+    const item = document.createElement("li"), swatch = document.createElement("span");
+    swatch.style.background = trace.marker?.color || trace.fillcolor || trace.line.color;
+    item.append(swatch, trace.name);
+    return item;
+  }));
 }
 const drawAll = () => plots.forEach(draw);
 

@@ -114,20 +114,12 @@ def timeline_figure(view: TimelineView) -> Figure:
         data.append(_arrow_trace(view, scale, digits))
     rows = len(view.ranks)
     end = round(view.end_seconds * scale, digits)
-    layout = _layout(height=_ROW_PIXELS * rows + 130, left=10)
+    layout = _layout(height=_ROW_PIXELS * rows + 130)
     layout |= {
         "barmode": "overlay",
         "uniformtext": {"mode": "hide", "minsize": 8},
         "xaxis": {"title": {"text": f"time, {unit}"}, "range": [0, round(view.limit_seconds * scale * 1.01, digits)]},
-        "yaxis": {
-            "tickvals": list(range(rows)),
-            "ticktext": list(view.ranks),
-            "range": [rows - 0.35, -0.6],
-            "fixedrange": True,
-            "automargin": True,
-            "zeroline": False,
-            "showgrid": False,
-        },
+        "yaxis": _rank_axis(view.ranks),
         "shapes": [_line(x0=end, x1=end, y0=0, y1=1, yref="paper", dash="dash")],
         "dragmode": "zoom",
         "hovermode": "closest",
@@ -352,10 +344,10 @@ def ratio_figure(view: RatioView) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def _layout(*, height: int, left: int = 10) -> Figure:
+def _layout(*, height: int) -> Figure:
     return {
         "height": height,
-        "margin": {"l": left, "r": 12, "t": 10, "b": 10},
+        "margin": {"l": 10, "r": 12, "t": 10, "b": 10},
         "legend": {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"},
         "hoverlabel": {"align": "left"},
         "font": {"size": 13},
@@ -371,6 +363,10 @@ def _rank_axis(ranks: tuple[str, ...]) -> Figure:
         "automargin": True,
         "zeroline": False,
         "showgrid": False,
+        # Ticks that nobody sees keep the names off the axis.
+        "ticks": "outside",
+        "ticklen": 5,
+        "tickcolor": "rgba(0,0,0,0)",
     }
 
 

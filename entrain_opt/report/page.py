@@ -176,7 +176,8 @@ def _figure(name: str, key: str, title: str) -> str:
     return (
         f'<figure aria-labelledby="{name}-name" aria-describedby="{name}-note"><div class="plot" id="{name}" '
         f'role="img" aria-label="{escape(title)}" aria-describedby="{name}-note" data-key="{escape(key)}" '
-        f'data-note="{name}-note"></div><figcaption><span id="{name}-name">{escape(title)}.</span> '
+        f'data-note="{name}-note"></div><ul class="key" hidden></ul>'
+        f'<figcaption><span id="{name}-name">{escape(title)}.</span> '
         f'<span id="{name}-note" aria-live="polite"></span></figcaption></figure>'
     )
 
