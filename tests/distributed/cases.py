@@ -1,5 +1,6 @@
 """Tiny models, batches and plans for multi-process tests, and the plain single-process reference."""
 
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from entrain_opt.runtime.batches import RankBatchBuilder
 from entrain_opt.runtime.executor import PipelineExecutor
 from entrain_opt.runtime.gradients import GradientReducer
 from entrain_opt.runtime.p2p import make_groups
-from entrain_opt.runtime.stages import build_rank_model, tied_stages
+from entrain_opt.runtime.stages import RankModel, build_rank_model, tied_stages
 from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.chat import EncodedSample
 from entrain_opt.workload.samples import SampleTable
@@ -111,11 +112,25 @@ def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="
     )
 
 
+@lru_cache
+def rank_state(folder, stages, degrees, frozen, seed):
+    """Groups and stages of this rank; plans that differ in policy or schedule only share them."""
+    plan = Plan(
+        model=folder, degrees=degrees, stages=stages, global_batch_size=1, num_microbatches=1, frozen=frozen
+    )  # fmt: skip
+    groups = make_groups(plan, tied_stages=tied_stages(folder, plan))
+    return (
+        groups,
+        build_rank_model(folder, plan, groups.pipeline_rank, seed=seed),
+        ModelSpec.from_pretrained(folder, frozen=frozen),
+    )
+
+
 def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     """Run one iteration on this rank. Returns its loss share, gradients by name, global norm, and rank batch."""
-    groups = make_groups(plan, tied_stages=tied_stages(plan.model, plan))
-    model = build_rank_model(plan.model, plan, groups.pipeline_rank, seed=seed)
-    spec = ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
+    groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed)
+    model = RankModel(shared.model, shared.family, plan, shared.stages)
+    model.zero_grad()
     builder = RankBatchBuilder(
         samples=reader.table(),
         reader=reader,
@@ -127,8 +142,8 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     batch = builder.build(rows)
     reducer = GradientReducer(model, groups)
     result = PipelineExecutor(model, groups, reducer).run(batch, training=training)
-    gradients = {name: p.grad.numpy() for name, p in model.model.named_parameters() if p.grad is not None}
     norm = float(reducer.global_norm()) if training else 0.0
+    gradients = {name: p.grad.numpy().copy() for name, p in model.model.named_parameters() if p.grad is not None}
     return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "digest": batch.digest}
 
 
