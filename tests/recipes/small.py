@@ -99,5 +99,13 @@ def losses(folder, version=0):
     """{step: loss} of a run's CSV log."""
     import csv
 
-    with open(folder / "runs" / "small" / "metrics" / f"version_{version}" / "metrics.csv", encoding="utf-8") as file:
+    with open(
+        folder
+        / "runs"
+        / "small"
+        / "metrics"
+        / (f"version_{version}" if isinstance(version, int) else version)
+        / "metrics.csv",
+        encoding="utf-8",
+    ) as file:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from small import entrain, losses, write_run
 
 
@@ -14,16 +15,43 @@ def fit(folder, recipe, *arguments, **options):
     return process
 
 
-def test_launchers_agree(tmp_path):
-    recipe = write_run(tmp_path)
-    process = fit(tmp_path, recipe)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A finished run with a frozen tower and validation: (folder, recipe, what it printed)."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_run(folder, frozen=["vision_tower"])
+    recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
+    recipe["trainer"]["val_check_interval"] = 3
+    return folder, recipe, fit(folder, recipe).stdout
+
+
+def test_prints_plan_and_where_results_lie(trained):
+    folder, _, printed = trained
     for expected in ("vision", "llm", "predicted", "Metrics in", "entrain export"):
-        assert expected in process.stdout
-    own = losses(tmp_path)
-    assert list(own) == [0, 1, 2]
+        assert expected in printed
+    assert list(losses(folder)) == [0, 1, 2]
+    assert (folder / "runs" / "small" / "plan.yaml").is_file()
+
+
+def test_torchrun_gives_the_same_losses(trained):
+    folder, recipe, _ = trained
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    fit(tmp_path, recipe, launcher=torchrun)
-    assert losses(tmp_path, version=1) == own
+    log = {"--trainer.logger.init_args.version": "torchrun"}
+    fit(folder, recipe, *(f"{name}={value}" for name, value in log.items()), launcher=torchrun)
+    assert losses(folder, version="torchrun") == losses(folder)
+
+
+def test_validation_runs_under_the_same_plan(trained):
+    folder, _, _ = trained
+    log = (folder / "runs" / "small" / "metrics" / "version_0" / "metrics.csv").read_text()
+    assert "validation_loss" in log
+
+
+def test_saved_config_runs_again_in_the_same_folder(trained):
+    folder, _, _ = trained
+    saved = yaml.safe_load((folder / "runs" / "small" / "metrics" / "version_0" / "config.yaml").read_text())
+    fit(folder, saved, "--trainer.logger.init_args.version=again")
+    assert losses(folder, version="again") == losses(folder)
 
 
 def test_any_plan_gives_the_same_losses(tmp_path):
@@ -58,21 +86,20 @@ def test_resume_sees_the_same_samples_and_losses(tmp_path):
     assert losses(tmp_path, version=3) == pytest.approx({step: whole[step] for step in range(3, 6)}, rel=1e-6)
 
 
-def test_export_loads_in_transformers(tmp_path):
+def test_export_loads_in_transformers(trained):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     from entrain_opt.runtime.checkpoint import load_model
     from entrain_opt.runtime.stages import PackedText, build_rank_model
 
-    recipe = write_run(tmp_path, frozen=["vision_tower"])
-    fit(tmp_path, recipe)
-    checkpoint = tmp_path / "runs" / "small" / "checkpoints" / "step=3.ckpt"
-    process, _ = export(tmp_path, checkpoint, "out")
+    folder, _, _ = trained
+    checkpoint = folder / "runs" / "small" / "checkpoints" / "step=3.ckpt"
+    process, _ = export(folder, checkpoint, "out")
     assert process.returncode == 0, process.stderr
-    exported, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", output_loading_info=True)
+    exported, info = AutoModelForImageTextToText.from_pretrained(folder / "out", output_loading_info=True)
     assert not any(info.values())
-    AutoTokenizer.from_pretrained(tmp_path / "out")
-    AutoImageProcessor.from_pretrained(tmp_path / "out")
+    AutoTokenizer.from_pretrained(folder / "out")
+    AutoImageProcessor.from_pretrained(folder / "out")
 
     from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 
@@ -80,7 +107,7 @@ def test_export_loads_in_transformers(tmp_path):
     plan = Plan(
         model="model", degrees=ParallelDegrees(), stages=stages, global_batch_size=4, num_microbatches=1, frozen=()
     )  # fmt: skip
-    rank = build_rank_model(tmp_path / "model", plan, 0, seed=99)
+    rank = build_rank_model(folder / "model", plan, 0, seed=99)
     load_model(checkpoint, rank)
     pixels = torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([7, 8, *[3] * 128, 9, 10])
@@ -96,7 +123,7 @@ def test_export_loads_in_transformers(tmp_path):
         plain = exported(input_ids=ids[None], pixel_values=pixels).logits[0]
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     # Frozen layers kept their initial weights, trained ones moved.
-    fresh = dict(build_rank_model(tmp_path / "model", plan, 0, seed=0).model.named_parameters())
+    fresh = dict(build_rank_model(folder / "model", plan, 0, seed=0).model.named_parameters())
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, fresh[name]) == ("vision_tower" in name), name
 
@@ -108,25 +135,6 @@ def export(folder, checkpoint, output):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "entrain_opt.cli.main", "export", str(checkpoint), output]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False), command
-
-
-def test_validation_runs_under_the_same_plan(tmp_path):
-    recipe = write_run(tmp_path)
-    recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
-    recipe["trainer"]["val_check_interval"] = 3
-    process = fit(tmp_path, recipe)
-    log = (tmp_path / "runs" / "small" / "metrics" / "version_0" / "metrics.csv").read_text()
-    assert "validation_loss" in log, process.stdout
-
-
-def test_saved_config_runs_again_in_the_same_folder(tmp_path):
-    recipe = write_run(tmp_path, max_steps=1)
-    fit(tmp_path, recipe)
-    import yaml
-
-    saved = yaml.safe_load((tmp_path / "runs" / "small" / "metrics" / "version_0" / "config.yaml").read_text())
-    fit(tmp_path, saved)
-    assert losses(tmp_path, version=1) == losses(tmp_path)
 
 
 def test_registered_name_works_in_a_recipe(tmp_path):
