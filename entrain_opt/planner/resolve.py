@@ -128,38 +128,6 @@ def load_samples(
     return load_index(dataset, model_folder, policy=policy, cache_dir=cache_dir, progress=progress)
 
 
-def resolve_plan(
-    *,
-    model_folder: str | Path,
-    dataset: str | Path,
-    global_batch_size: int,
-    num_nodes: int = 1,
-    devices_per_node: int = 1,
-    frozen: Sequence[str] = (),
-    options: PlanOptions | None = None,
-    plan: str | Path = "auto",
-    bad_samples: str = "error",
-    cache_dir: str | Path = "runs/cache",
-    progress: bool = False,
-    measure: Callable[[], MeasuredCosts] | None = None,
-) -> Plan:
-    """The plan alone; arguments and errors are those of `resolve`."""
-    return resolve(
-        model_folder=model_folder,
-        dataset=dataset,
-        global_batch_size=global_batch_size,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        frozen=frozen,
-        options=options,
-        plan=plan,
-        bad_samples=bad_samples,
-        cache_dir=cache_dir,
-        progress=progress,
-        measure=measure,
-    ).plan
-
-
 def load_measured_costs(
     model_folder: str | Path,
     cluster: ClusterSpec,

@@ -8,9 +8,8 @@ from test_cost_model import MEASURED
 
 from entrain_opt.cost import MeasuredCosts
 from entrain_opt.errors import PlanError, RuntimeConfigError
-from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions
-from entrain_opt.planner.resolve import Resolution, resolve, resolve_plan
+from entrain_opt.planner.resolve import Resolution, resolve
 from entrain_opt.planner.table import plan_sentences, plan_table
 
 ROOT = Path(__file__).parents[2]
@@ -90,15 +89,7 @@ def test_edits_of_a_plan_are_checked(run, tmp_path):
         run(plan=path)
 
 
-def test_the_plan_alone(run, tmp_path):
-    plan = resolve_plan(
-        model_folder=ROOT / "models" / "tiny-llava",
-        dataset=ROOT / "recipes" / "data" / "physics" / "validation.jsonl",
-        global_batch_size=8,
-        options=ANALYTIC,
-        cache_dir=tmp_path,
-    )
-    assert isinstance(plan, Plan)
+def test_an_unknown_policy_for_bad_samples_is_named(run):
     with pytest.raises(RuntimeConfigError, match="bad_samples: expected"):
         run(bad_samples="ignore")
 
