@@ -83,7 +83,7 @@ def test_placeholder_without_its_image(tmp_path):
         sample["messages"][0]["content"][-1]["text"] += " <image> <image> <image> <image>"
 
     name = change_sample(tmp_path, mark)
-    fails(tmp_path, recipe, expected=[name, "4"])
+    fails(tmp_path, recipe, expected=[name, "4"], command="plan")
 
 
 def test_plan_for_another_number_of_ranks(tmp_path):
@@ -124,24 +124,12 @@ def test_misspelled_key(tmp_path, place, key, nearest):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("accumulate_grad_batches", 4), ("precision", "16-mixed"), ("gradient_clip_algorithm", "value")],
-)
-def test_trainer_settings_that_would_do_something_else(tmp_path, field, value):
-    recipe = write_run(tmp_path)
-    recipe["trainer"] |= {"gradient_clip_val": 1.0, field: value}
-    fails(tmp_path, recipe, expected=[field if field != "precision" else "16-mixed"])
-
-
-@pytest.mark.parametrize("stage", ["vision", "llm"])
-def test_data_that_breaks_during_training_ends_all_ranks_with_its_name(tmp_path, stage):
-    """The rank that loads it fails; the others wait for its messages and must end with it."""
+def test_data_that_breaks_during_training_ends_all_ranks_with_its_name(tmp_path):
+    """The rank that loads pictures fails; the other waits for its messages and must end with it."""
     recipe = write_run(tmp_path, max_steps=1)
     process, _ = entrain(tmp_path, recipe)
     assert process.returncode == 0, process.stderr
-    # Same size and time as indexed, so that the index stays valid, but no picture (or text) of the indexed size.
-    name = break_behind_the_index(tmp_path, stage)
+    name = break_behind_the_index(tmp_path)
     recipe["trainer"]["max_steps"] = 6
     process, _ = entrain(tmp_path, recipe)
     assert process.returncode != 0
@@ -149,25 +137,13 @@ def test_data_that_breaks_during_training_ends_all_ranks_with_its_name(tmp_path,
     assert not leftovers(tmp_path)
 
 
-def break_behind_the_index(folder, stage):
-    if stage == "vision":
-        line = next(line for line in (folder / "train.jsonl").read_text().splitlines() if '"image"' in line)
-        path = folder / next(p for p in json.loads(line)["messages"][0]["content"] if p["type"] == "image")["path"]
-        content, status = path.read_bytes(), path.stat()
-        (folder / "images").unlink()
-        shutil.copytree(DATA / "images", folder / "images")
-        path.write_bytes(bytes(len(content)))
-        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-        return path.name
-    # A tokenizer setting that the cached index cannot know would be a bug of its own; break the cached numbers instead.
-    import pyarrow.parquet as pq
-
-    table_path = next((folder / "runs" / "cache").glob("*.parquet"))
-    table = pq.read_table(table_path)
-    column = table.column_names.index("text_tokens")
-    wrong = table.column(column).to_pylist()
-    wrong = [value + 1 for value in wrong]
-    import pyarrow as pa
-
-    pq.write_table(table.set_column(column, "text_tokens", pa.array(wrong)), table_path)
-    return "the index says"
+def break_behind_the_index(folder):
+    """Overwrite a picture with zeros, same size and time, so that the cached index still holds; returns its name."""
+    line = next(line for line in (folder / "train.jsonl").read_text().splitlines() if '"image"' in line)
+    path = folder / next(p for p in json.loads(line)["messages"][0]["content"] if p["type"] == "image")["path"]
+    content, status = path.read_bytes(), path.stat()
+    (folder / "images").unlink()
+    shutil.copytree(DATA / "images", folder / "images")
+    path.write_bytes(bytes(len(content)))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return path.name

@@ -135,10 +135,3 @@ def export(folder, checkpoint, output):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-m", "entrain_opt.cli.main", "export", str(checkpoint), output]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False), command
-
-
-def test_registered_name_works_in_a_recipe(tmp_path):
-    recipe = write_run(tmp_path, max_steps=1, devices=1)
-    recipe["trainer"]["strategy"] = "entrain"
-    process, _ = entrain(tmp_path, recipe, "--trainer.strategy=entrain")
-    assert process.returncode == 0, process.stdout + process.stderr

@@ -1,0 +1,76 @@
+"""Trainer settings and names that EntrainStrategy accepts or refuses, without starting a process."""
+
+import pytest
+from pytorch_lightning import Trainer
+
+from entrain_opt import EntrainStrategy, MultimodalDataModule, MultimodalModule
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.datamodule import GlobalBatchSampler
+from entrain_opt.lightning.resolution import check_parts
+from entrain_opt.lightning.strategy import check_trainer
+
+QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches"),
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm"),
+    ],
+)
+def test_settings_that_would_do_something_else_are_refused(settings, named):
+    with pytest.raises(RuntimeConfigError, match=named):
+        check_trainer(Trainer(**QUIET, **settings))
+
+
+def test_half_precision_with_a_loss_scale_is_refused():
+    class HalfPrecisionTrainer:
+        accumulate_grad_batches = 1
+        precision = "16-mixed"
+
+    with pytest.raises(RuntimeConfigError, match="16-mixed"):
+        check_trainer(HalfPrecisionTrainer())
+
+
+def test_norm_clipping_is_accepted():
+    check_trainer(Trainer(**QUIET, gradient_clip_val=1.0))
+
+
+def test_registered_name_builds_the_strategy():
+    assert isinstance(Trainer(**QUIET, strategy="entrain").strategy, EntrainStrategy)
+
+
+def test_parts_of_another_kind_and_unusable_data_are_named():
+    module = MultimodalModule("models/tiny-llava")
+    with pytest.raises(RuntimeConfigError, match="MultimodalDataModule"):
+        check_parts(module, object())
+    for arguments, named in (
+        ({"dataset": "d.jsonl", "global_batch_size": 0}, "global_batch_size"),
+        ({"dataset": "d.parquet", "global_batch_size": 1}, "trace"),
+    ):
+        with pytest.raises(RuntimeConfigError, match=named):
+            check_parts(module, MultimodalDataModule(**arguments))
+
+
+def test_every_epoch_draws_every_sample_once_in_another_order():
+    sampler = GlobalBatchSampler(11, 4, seed=1, shuffle=True)
+    orders = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert [len(batch) for batch in batches] == [4, 4, 3]
+        orders.append([row for batch in batches for row in batch])
+        assert sorted(orders[-1]) == list(range(11))
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_a_sampler_continues_where_another_stopped():
+    whole = GlobalBatchSampler(11, 4, seed=1, shuffle=True)
+    whole.set_epoch(1)
+    expected = list(whole)
+    resumed = GlobalBatchSampler(11, 4, seed=1, shuffle=True, start=(1, 2))
+    assert list(resumed) == expected[2:]
+    resumed.set_epoch(2)
+    whole.set_epoch(2)
+    assert list(resumed) == list(whole)
