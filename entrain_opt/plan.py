@@ -275,13 +275,7 @@ class Plan:
 
     def write(self, path: str | Path) -> None:
         """Write YAML, whole or not at all."""
-        import yaml
-
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".partial")
-        scratch.write_text(yaml.safe_dump(to_plain(self), sort_keys=False, width=120), encoding="utf-8")
-        scratch.replace(path)
+        write_yaml(self, path)
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
@@ -305,6 +299,17 @@ class Plan:
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
         return plan
+
+
+def write_yaml(record: Any, path: str | Path) -> None:
+    """Write a record's plain values, whole or not at all."""
+    import yaml
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".partial")
+    scratch.write_text(yaml.safe_dump(to_plain(record), sort_keys=False, width=120), encoding="utf-8")
+    scratch.replace(path)
 
 
 def to_plain(record: Any) -> Any:

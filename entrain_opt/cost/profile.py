@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
 from entrain_opt.cost.nnls import non_negative_least_squares
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.plan import write_yaml
 from entrain_opt.spec.folder import find_model_folder
 from entrain_opt.spec.model import ModelSpec
 
@@ -80,14 +81,7 @@ class MeasuredCosts:
 
     def write(self, path: str | Path) -> None:
         """Write YAML, whole or not at all."""
-        import yaml
-
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".partial")
-        content = {**asdict(self), "frozen": list(self.frozen)}
-        scratch.write_text(yaml.safe_dump(content, sort_keys=False, width=120), encoding="utf-8")
-        scratch.replace(path)
+        write_yaml(self, path)
 
     @classmethod
     def read(cls, path: str | Path) -> MeasuredCosts:

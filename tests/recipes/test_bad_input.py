@@ -8,7 +8,7 @@ import pytest
 from small import DATA, entrain, write_run
 
 
-def fails(folder, recipe, *arguments, expected, **options):
+def assert_fails(folder, recipe, *arguments, expected, **options):
     """Run and check the one error; returns stderr."""
     process, _ = entrain(folder, recipe, *arguments, **options)
     assert process.returncode != 0, process.stdout
@@ -59,13 +59,13 @@ def truncate(folder, image, *, keep=0.5):
 def test_missing_dataset(tmp_path):
     recipe = write_run(tmp_path)
     recipe["data"]["init_args"]["dataset"] = "nowhere.jsonl"
-    fails(tmp_path, recipe, expected=["nowhere.jsonl"])
+    assert_fails(tmp_path, recipe, expected=["nowhere.jsonl"])
 
 
 def test_broken_image(tmp_path):
     recipe = write_run(tmp_path)
     name = change_sample(tmp_path, lambda sample, image: truncate(tmp_path, image))
-    fails(tmp_path, recipe, expected=[name, "half.jpg"])
+    assert_fails(tmp_path, recipe, expected=[name, "half.jpg"])
 
 
 def test_broken_image_can_be_skipped(tmp_path):
@@ -83,7 +83,7 @@ def test_placeholder_without_its_image(tmp_path):
         sample["messages"][0]["content"][-1]["text"] += " <image> <image> <image> <image>"
 
     name = change_sample(tmp_path, mark)
-    fails(tmp_path, recipe, expected=[name, "4"], command="plan")
+    assert_fails(tmp_path, recipe, expected=[name, "4"], command="plan")
 
 
 def test_plan_for_another_number_of_ranks(tmp_path):
@@ -93,13 +93,13 @@ def test_plan_for_another_number_of_ranks(tmp_path):
     shutil.copy(tmp_path / "runs" / "small" / "plan.yaml", tmp_path / "plan.yaml")
     recipe["trainer"]["devices"] = 2
     recipe["trainer"]["strategy"]["init_args"] = {"plan": "plan.yaml", "cost_model": "analytic"}
-    fails(tmp_path, recipe, expected=["plan.yaml", "1 ranks", "2"])
+    assert_fails(tmp_path, recipe, expected=["plan.yaml", "1 ranks", "2"])
 
 
 def test_three_devices_on_a_plan_of_two_stages(tmp_path):
     recipe = write_run(tmp_path, max_steps=1)
     recipe["trainer"]["devices"] = 3
-    fails(tmp_path, recipe, expected=["pipeline", "2", "3"])
+    assert_fails(tmp_path, recipe, expected=["pipeline", "2", "3"])
 
 
 @pytest.mark.parametrize(
