@@ -1,10 +1,12 @@
 """Predicted against measured step time: the quick-start model on two real processes.
 
-    python benchmarks/predicted_vs_measured.py [--recipe recipes/quickstart.yaml] [--steps 12] [--repeats 3]
+    python benchmarks/predicted_vs_measured.py [--recipe recipes/quickstart.yaml] [--steps 8] [--rounds 5]
 
-Measures the costs of the model now (nothing is cached), runs global batches of the recipe's data through the real
-executor on two gloo processes, and simulates each with the same assignment and schedule. The measured time of a step is
-the least of its repeats, because other programs can only add to it. Prints the error of every step and the median.
+A machine's speed drifts over minutes (shared hosts, clocks), so both sides take turns: every round measures the costs
+of the model anew, predicts each global batch of the recipe's data with them (same assignment, same schedule), and runs
+the same batches through the real executor on two gloo processes. Medians over the rounds are compared. Prints every
+step, the median error, and how far the measured times of one step lie apart: no prediction can be nearer than the
+machine is to itself.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import os
 import socket
 import statistics
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,7 +37,7 @@ from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.index import load_index
 
 
-def run_rank(rank, port, recipe, plan, costs, samples, batches, repeats, results):
+def run_rank(rank, port, recipe, plan, costs, samples, batches, results):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=plan.degrees.world_size)
@@ -51,28 +54,27 @@ def run_rank(rank, port, recipe, plan, costs, samples, batches, repeats, results
     )
     seconds = []
     for rows in [batches[0], *batches]:  # The first one warms up.
-        batch, times = builder.build(rows), []
-        for _ in range(repeats):
-            for parameter in model.parameters():
-                parameter.grad = None
-            dist.barrier()
-            started = time.perf_counter()
-            executor.run(batch, training=True)
-            dist.barrier()
-            times.append(time.perf_counter() - started)
-        seconds.append(min(times))
+        batch = builder.build(rows)
+        for parameter in model.parameters():
+            parameter.grad = None
+        dist.barrier()
+        started = time.perf_counter()
+        executor.run(batch, training=True)
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
     if rank == 0:
         results.put(seconds[1:])
     dist.destroy_process_group()
 
 
-def measured_seconds(recipe, plan, costs, samples, batches, repeats):
+def measured_seconds(recipe, plan, costs, samples, batches):
+    """Seconds of each batch on real processes."""
     context = mp.get_context("spawn")
     results = context.Queue()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    arguments = (port, recipe, plan, costs, samples, batches, repeats, results)
+    arguments = (port, recipe, plan, costs, samples, batches, results)
     processes = [context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(plan.degrees.world_size)]
     for process in processes:
         process.start()
@@ -82,32 +84,9 @@ def measured_seconds(recipe, plan, costs, samples, batches, repeats):
     return seconds
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", default="recipes/quickstart.yaml")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--schedule", help="another order than the recipe's")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    recipe = read_recipe(arguments.recipe)
-    model = ModelSpec.from_pretrained(recipe.model_folder, frozen=recipe.frozen)
-    cluster = ClusterSpec(device="cpu", devices_per_node=recipe.devices_per_node)
-    samples = load_index(recipe.dataset, recipe.model_folder, policy="error", cache_dir="runs/cache", progress=False)
-    rng = np.random.default_rng(arguments.seed)
-    batches = [rng.choice(len(samples), recipe.global_batch_size, replace=False) for _ in range(arguments.steps)]
-    measured = measure_costs(recipe.model_folder, frozen=recipe.frozen, num_processes_busy=recipe.devices_per_node)
-    costs = CostModel(model, cluster, measured=measured)
-    print(f"costs measured in {measured.seconds_spent:.0f} s, {measured.num_processes_busy} processes busy")
-    plan = solve_plan(
-        model, samples, cluster, global_batch_size=recipe.global_batch_size, options=recipe.options, costs=costs
-    )
-    schedule = arguments.schedule or plan.schedule
-    if arguments.schedule:
-        from dataclasses import replace
-
-        plan = replace(plan, schedule=arguments.schedule)
-    predicted = []
+def predicted_seconds(plan, costs, samples, batches):
+    """Seconds of each batch in the simulator."""
+    seconds = []
     for rows in batches:
         batch = costs.batch_costs(samples.take(rows), plan)
         assignment = assign_microbatches(
@@ -117,16 +96,54 @@ def main():
             num_microbatches=plan.num_microbatches,
             policy=plan.policy,
         )
-        predicted.append(simulate(batch, assignment, plan.pipeline_shape, schedule=schedule).pipeline_seconds)
-    found = measured_seconds(recipe, plan, costs, samples, batches, arguments.repeats)
-    print(f"{'step':>4} {'predicted s':>12} {'measured s':>11} {'error':>7}")
-    errors = []
-    for step, (expected, real) in enumerate(zip(predicted, found, strict=True)):
-        errors.append((float(expected) - real) / real)
-        print(f"{step:>4} {float(expected):>12.3f} {real:>11.3f} {errors[-1]:>+7.1%}")
+        timeline = simulate(batch, assignment, plan.pipeline_shape, schedule=plan.schedule)
+        seconds.append(float(timeline.pipeline_seconds))
+    return seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="recipes/quickstart.yaml")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--schedule", help="another order than the recipe's")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    recipe = read_recipe(arguments.recipe)
+    model = ModelSpec.from_pretrained(recipe.model_folder, frozen=recipe.frozen)
+    cluster = ClusterSpec(device="cpu", devices_per_node=recipe.devices_per_node)
+    samples = load_index(recipe.dataset, recipe.model_folder, policy="error", cache_dir="runs/cache", progress=False)
+    rng = np.random.default_rng(arguments.seed)
+    batches = [rng.choice(len(samples), recipe.global_batch_size, replace=False) for _ in range(arguments.steps)]
+    plan, predicted, measured = None, [], []
+    for number in range(arguments.rounds):
+        timed = measure_costs(recipe.model_folder, frozen=recipe.frozen, num_processes_busy=recipe.devices_per_node)
+        costs = CostModel(model, cluster, measured=timed)
+        if plan is None:
+            plan = solve_plan(
+                model, samples, cluster, global_batch_size=recipe.global_batch_size, options=recipe.options, costs=costs
+            )
+            plan = replace(plan, schedule=arguments.schedule or plan.schedule)
+        predicted.append(predicted_seconds(plan, costs, samples, batches))
+        measured.append(measured_seconds(recipe, plan, costs, samples, batches))
+        ratio = statistics.median(p / m for p, m in zip(predicted[-1], measured[-1], strict=True))
+        print(
+            f"round {number}: costs measured in {timed.seconds_spent:.0f} s; predicted / measured {ratio:.2f}",
+            flush=True,
+        )
+    print(f"{'step':>4} {'predicted s':>12} {'measured s':>11} {'error':>7} {'measured, least to most':>25}")
+    errors, spreads = [], []
+    for step in range(arguments.steps):
+        expected = statistics.median(seconds[step] for seconds in predicted)
+        real = sorted(seconds[step] for seconds in measured)
+        middle = statistics.median(real)
+        errors.append((expected - middle) / middle)
+        spreads.append((real[-1] - real[0]) / middle)
+        print(f"{step:>4} {expected:>12.3f} {middle:>11.3f} {errors[-1]:>+7.1%} {real[0]:>16.3f} {real[-1]:>8.3f}")
     print(
-        f"schedule {schedule}: median absolute error {statistics.median(map(abs, errors)):.1%}, "
-        f"median error {statistics.median(errors):+.1%}"
+        f"schedule {plan.schedule}: median absolute error {statistics.median(map(abs, errors)):.1%}, "
+        f"median error {statistics.median(errors):+.1%}; measured times of one step spread over "
+        f"{statistics.median(spreads):.1%}"
     )
 
 

@@ -299,14 +299,14 @@ class Assignment:
         loads = (
             (
                 "patches_in_flight",
+                shape.patches_limit,
                 self.replica[costs.media_sample][media],
                 self.encoder_microbatch[media],
                 costs.patches[media],
             ),
-            ("tokens_in_flight", self.replica, self.llm_microbatch, costs.tokens),
+            ("tokens_in_flight", shape.tokens_limit, self.replica, self.llm_microbatch, costs.tokens),
         )
-        for name, replica, microbatch, amount in loads:
-            limit = getattr(shape, name)
+        for name, limit, replica, microbatch, amount in loads:
             if limit is None or not len(amount):
                 continue
             width = int(self.num_microbatches.max())

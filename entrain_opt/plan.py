@@ -25,8 +25,9 @@ class PipelineShape:
         encoder_stages: stages of the encoder, or of each of several encoders; 0 for no encoder.
         llm_stages: stages of the language model.
         encoder_trained: whether every encoder stage runs a backward pass.
-        patches_in_flight: patches whose activations one encoder stage may hold; None is unlimited.
-        tokens_in_flight: tokens whose activations one language-model stage may hold; None is unlimited.
+        patches_in_flight: patches whose activations one encoder stage may hold, the same for all or one value for each
+            encoder stage; None is unlimited.
+        tokens_in_flight: tokens whose activations one language-model stage may hold, likewise.
         stage_ranks: pipeline rank of each stage; None puts each stage on a rank of its own. Stages that share a
             rank are either colocated modules or the chunks of an interleaved schedule.
         stage_has_backward: whether each stage runs a backward pass; None follows from `encoder_trained`, with every
@@ -36,8 +37,8 @@ class PipelineShape:
     encoder_stages: int | tuple[int, ...] = 1
     llm_stages: int = 1
     encoder_trained: bool = True
-    patches_in_flight: int | None = None
-    tokens_in_flight: int | None = None
+    patches_in_flight: int | tuple[int, ...] | None = None
+    tokens_in_flight: int | tuple[int, ...] | None = None
     stage_ranks: tuple[int, ...] | None = None
     stage_has_backward: tuple[bool, ...] | None = None
 
@@ -51,6 +52,13 @@ class PipelineShape:
             values = getattr(self, name)
             if values is not None and len(values) != self.num_stages:
                 raise PlanError(f"{name}: expected one value for each of {self.num_stages} stages, found {values}.")
+        limits = (
+            ("patches_in_flight", self.patches_in_flight, self.num_encoder_stages),
+            ("tokens_in_flight", self.tokens_in_flight, self.llm_stages),
+        )
+        for name, limit, count in limits:
+            if isinstance(limit, tuple) and len(limit) != count:
+                raise PlanError(f"{name}: expected one value, or one for each of {count} stages, found {limit}.")
         if set(self.ranks_of_stages) != set(range(self.num_ranks)):
             raise PlanError(f"stage_ranks: expected every rank from 0 to hold a stage, found {self.stage_ranks}.")
 
@@ -85,6 +93,30 @@ class PipelineShape:
         if self.stage_has_backward is not None:
             return self.stage_has_backward
         return (self.encoder_trained,) * self.num_encoder_stages + (True,) * self.llm_stages
+
+    @property
+    def stage_limits(self) -> tuple[int | None, ...]:
+        """Per stage, the patches (encoder) or tokens (language model) whose activations it may hold."""
+
+        def spread(limit: int | tuple[int, ...] | None, count: int) -> tuple[int | None, ...]:
+            return limit if isinstance(limit, tuple) else (limit,) * count
+
+        return (
+            *spread(self.patches_in_flight, self.num_encoder_stages),
+            *spread(self.tokens_in_flight, self.llm_stages),
+        )
+
+    @property
+    def patches_limit(self) -> int | None:
+        """The smallest limit of the encoder stages: what one encoder microbatch may hold."""
+        limits = [limit for limit in self.stage_limits[: self.num_encoder_stages] if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def tokens_limit(self) -> int | None:
+        """The smallest limit of the language-model stages: what one microbatch may hold."""
+        limits = [limit for limit in self.stage_limits[self.num_encoder_stages :] if limit is not None]
+        return min(limits, default=None)
 
     def stages_of_encoder(self, encoder: int) -> range:
         first = sum(self.encoder_stage_counts[:encoder])

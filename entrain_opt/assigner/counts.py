@@ -68,9 +68,9 @@ def _stretch(work: SampleWork, count: int) -> float:
     """How much longer the steady phase takes because memory admits too few microbatches in flight."""
     shape = work.shape
     stretch = 1.0
-    needs = [(work.tokens, shape.tokens_in_flight, shape.llm_stages)]
+    needs = [(work.tokens, shape.tokens_limit, shape.llm_stages)]
     if any(shape.encoder_has_backward(encoder) for encoder in range(shape.num_encoders)):
-        needs.append((work.patches, shape.patches_in_flight, max(shape.encoder_stage_counts) + shape.llm_stages))
+        needs.append((work.patches, shape.patches_limit, max(shape.encoder_stage_counts) + shape.llm_stages))
     for amounts, limit, depth in needs:
         if limit and amounts.any():
             in_flight = max(limit * count / float(amounts.sum()), 1.0)

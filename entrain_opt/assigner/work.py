@@ -46,11 +46,11 @@ class SampleWork:
 
     @property
     def patches_limit(self) -> float:
-        return np.inf if self.shape.patches_in_flight is None else self.shape.patches_in_flight
+        return np.inf if self.shape.patches_limit is None else self.shape.patches_limit
 
     @property
     def tokens_limit(self) -> float:
-        return np.inf if self.shape.tokens_in_flight is None else self.shape.tokens_in_flight
+        return np.inf if self.shape.tokens_limit is None else self.shape.tokens_limit
 
     @property
     def canonical_order(self) -> IntArray:
@@ -75,12 +75,12 @@ class SampleWork:
 
     def check(self) -> None:
         """Raise AssignmentError naming a sample that no microbatch could hold."""
-        for what, amounts, name in (("patches", self.patches, "patches"), ("tokens", self.tokens, "tokens")):
-            limit = getattr(self.shape, f"{name}_in_flight")
+        loads = (("patches", self.patches, self.shape.patches_limit), ("tokens", self.tokens, self.shape.tokens_limit))
+        for what, amounts, limit in loads:
             if limit is not None and self.num_samples and amounts.max() > limit:
                 sample = int(amounts.argmax())
                 raise AssignmentError(
-                    f"sample {sample}: expected at most {limit} {what} ({name}_in_flight), found {amounts[sample]}. It "
+                    f"sample {sample}: expected at most {limit} {what} ({what}_in_flight), found {amounts[sample]}. It "
                     "fits no microbatch: skip or shrink the sample, or make a plan with more memory per stage."
                 )
 

@@ -8,7 +8,7 @@
    time counts, not the clock's: a plan should not depend on what else ran for a moment.
 
 Promise: what is timed is the code that the executor runs (`Family.encode`, `decode`, ...), with gradients where the
-frozen parts leave some. Price: 10 to 15 seconds for models/tiny-llava on two free cores, half of it start-up; twice
+frozen parts leave some. Price: about 17 seconds for models/tiny-llava on two free cores, half of it start-up; twice
 that on busy ones. Messages are timed between two local processes over gloo; where only one process is busy, or on CUDA,
 they are left to the cost model.
 """

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from entrain_opt.errors import ScheduleError
 from entrain_opt.schedule.graph import WorkGraph
 
-ADMITTED, OUTSIDE_WINDOW, NO_MEMORY = 0, 1, 2
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
@@ -77,7 +75,7 @@ def check_limits(graph: WorkGraph, limits: list[int | None], amounts: list[int])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Module:
+class ModuleTurns:
     """The units of one encoder (or of the language model) in the order they should run.
 
     A *turn* is a language-model microbatch that needs this module, counted in running order.
@@ -94,7 +92,7 @@ class _Module:
     turn_of_llm: dict[int, int]
 
 
-def _module(order: list[int], consumers: list[tuple[int, ...]], llm_order: list[int]) -> _Module:
+def module_turns(order: list[int], consumers: list[tuple[int, ...]], llm_order: list[int]) -> ModuleTurns:
     position = [0] * len(order)
     for place, unit in enumerate(order):
         position[unit] = place
@@ -109,146 +107,4 @@ def _module(order: list[int], consumers: list[tuple[int, ...]], llm_order: list[
     for row in units:
         highest = max(highest, max(position[unit] for unit in row))
         reach.append(highest)
-    return _Module(position=position, turns=turns, units=units, reach=reach, turn_of_llm=turn_of_llm)
-
-
-class Admission:
-    """Mutable state of one run of the list scheduler."""
-
-    def __init__(self, graph: WorkGraph, rule: Rule, limits: list[int | None], amounts: list[int]) -> None:
-        shape = graph.shape
-        check_limits(graph, limits, amounts)
-        self.rule, self.limits, self.amounts, self.first = rule, limits, amounts, graph.stage_first
-        modules = [
-            _module(order, list(graph.encoder_consumers[e]), rule.llm_order)
-            for e, order in enumerate(rule.encoder_orders)
-        ]
-        modules.append(_module(rule.llm_order, [(u,) for u in range(graph.num_llm_units)], rule.llm_order))
-        encoders = [shape.encoder_of_stage(stage) for stage in range(shape.num_stages)]
-        self.modules = [modules[-1] if e is None else modules[e] for e in encoders]
-        self.first_llm = shape.num_encoder_stages
-        groups = list(zip(shape.ranks_of_stages, encoders, strict=True))
-        self.group = [groups.index(group) for group in groups]
-        stages = range(shape.num_stages)
-        self.untrained_encoder_stages = [
-            stage for stage in range(shape.num_encoder_stages) if not shape.has_backward[stage]
-        ]
-        self.guarded = [False] * shape.num_stages
-        for encoder in range(shape.num_encoders):
-            trained = [s for s in shape.stages_of_encoder(encoder) if shape.has_backward[s]]
-            if trained:
-                self.guarded[trained[0]] = limits[trained[0]] is not None
-        self.unfinished = [[len(units) for units in self.modules[s].units] for s in stages]
-        self.oldest = [0] * shape.num_stages
-        self.unstarted = [list(row) for row in self.unfinished]
-        self.unstarted_amount = [
-            [sum(amounts[self.first[s] + unit] for unit in units) for units in self.modules[s].units] for s in stages
-        ]
-        self.held_of_turn = [[0] * len(row) for row in self.unfinished]
-        self.num_held_of_turn = [[0] * len(row) for row in self.unfinished]
-        self.held = [0] * shape.num_stages
-        self.num_held = [0] * shape.num_stages
-        self.weights_left = [0] * shape.num_stages
-        self.in_flight = [0] * shape.num_stages
-        self.group_in_flight = [0] * shape.num_stages
-
-    def ask(self, stage: int, slot: int) -> int:
-        """Whether the forward of a slot may start now: ADMITTED, OUTSIDE_WINDOW or NO_MEMORY."""
-        rule = self.rule
-        depth, entry_limit = rule.depth[stage], rule.entry_limit[stage]
-        full = entry_limit is not None and self.group_in_flight[self.group[stage]] >= entry_limit
-        if stage >= self.first_llm:
-            if full or (depth is not None and self.in_flight[stage] >= depth):
-                return OUTSIDE_WINDOW
-        else:
-            module, oldest = self.modules[stage], self.oldest[stage]
-            reach = module.reach
-            position = module.position[slot - self.first[stage]]
-            ahead = oldest < len(reach) and position > reach[oldest]
-            if ahead and (full or (depth is not None and position > reach[min(oldest + depth, len(reach)) - 1])):
-                return OUTSIDE_WINDOW
-        if rule.weight_limit is not None and self.weights_left[stage] and self.num_held[stage] >= rule.weight_limit:
-            return OUTSIDE_WINDOW
-        limit = self.limits[stage]
-        if limit is None:
-            return ADMITTED
-        held = self.held[stage]
-        if self.num_held[stage] and held + self.amounts[slot] > limit:
-            return NO_MEMORY
-        if self.guarded[stage] and not self._stays_safe(stage, slot, limit):
-            return NO_MEMORY
-        return ADMITTED
-
-    def units_of_oldest(self, stage: int) -> list[int]:
-        """Slots of the stage that its oldest unfinished language-model microbatch needs."""
-        oldest, units = self.oldest[stage], self.modules[stage].units
-        return [self.first[stage] + unit for unit in units[oldest]] if oldest < len(units) else []
-
-    def _stays_safe(self, stage: int, slot: int, limit: int) -> bool:
-        amount = self.amounts[slot]
-        mine = self.modules[stage].turns[slot - self.first[stage]][0]
-        held = self.held[stage] + amount
-        num_held = self.num_held[stage] + 1
-        unstarted, amounts, held_of_turn = self.unstarted[stage], self.unstarted_amount[stage], self.held_of_turn[stage]
-        for turn in range(self.oldest[stage], len(unstarted)):
-            own = turn == mine
-            count = unstarted[turn] - own
-            if count and held + amounts[turn] - amount * own > limit and (num_held or count > 1):
-                return False
-            held -= held_of_turn[turn] + amount * own
-            num_held -= self.num_held_of_turn[stage][turn] + own
-            if num_held <= 0:
-                return True
-        return True
-
-    def start(self, stage: int, slot: int) -> None:
-        """A forward starts: its memory is taken (if a backward will give it back)."""
-        amount = self.amounts[slot]
-        self.held[stage] += amount
-        self.num_held[stage] += 1
-        self.in_flight[stage] += 1
-        self.group_in_flight[self.group[stage]] += 1
-        if self.guarded[stage]:
-            turn = self.modules[stage].turns[slot - self.first[stage]][0]
-            self.unstarted[stage][turn] -= 1
-            self.unstarted_amount[stage][turn] -= amount
-            self.held_of_turn[stage][turn] += amount
-            self.num_held_of_turn[stage][turn] += 1
-
-    def leave(self, stage: int) -> None:
-        """A unit is no longer in flight: its input gradients are done, or it has none."""
-        self.in_flight[stage] -= 1
-        self.group_in_flight[self.group[stage]] -= 1
-
-    def finish(self, stage: int, slot: int) -> None:
-        """The microbatches that need the slot have got what they wait for on this stage."""
-        for turn in self.modules[stage].turns[slot - self.first[stage]]:
-            self._serve(stage, turn)
-
-    def finish_without_gradients(self, llm_unit: int) -> list[int]:
-        """A language-model microbatch has entered the model; returns the untrained encoder stages that may go on."""
-        served = []
-        for stage in self.untrained_encoder_stages:
-            turn = self.modules[stage].turn_of_llm.get(llm_unit)
-            if turn is not None:
-                self.unfinished[stage][turn] = 1
-                self._serve(stage, turn)
-                served.append(stage)
-        return served
-
-    def _serve(self, stage: int, turn: int) -> None:
-        unfinished, oldest = self.unfinished[stage], self.oldest[stage]
-        unfinished[turn] -= 1
-        while oldest < len(unfinished) and unfinished[oldest] == 0:
-            oldest += 1
-        self.oldest[stage] = oldest
-
-    def release(self, stage: int, slot: int) -> None:
-        """The activations of the slot are gone."""
-        amount = self.amounts[slot]
-        self.held[stage] -= amount
-        self.num_held[stage] -= 1
-        if self.guarded[stage]:
-            turn = self.modules[stage].turns[slot - self.first[stage]][0]
-            self.held_of_turn[stage][turn] -= amount
-            self.num_held_of_turn[stage][turn] -= 1
+    return ModuleTurns(position=position, turns=turns, units=units, reach=reach, turn_of_llm=turn_of_llm)

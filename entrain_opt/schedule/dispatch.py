@@ -1,23 +1,28 @@
 """A list scheduler that plays the pipeline forward in time and writes down what each rank runs.
 
 Whenever a rank is free it starts the first operation, by the rule's priorities, whose inputs are there and which
-`admission.py` admits. No rank ever waits for one particular operation, so the result can always be replayed: the order
-it wrote down is one that has run.
+memory and windows (`admission.py`) admit. No rank ever waits for one particular operation, so the result can always be
+replayed: the order it wrote down is one that has run.
 
-Times are integer ticks, so equal costs give exactly equal times. Price: O(log n) and about 8 us per operation.
+The loop over time is compiled (`kernel.py`); here its arrays are made.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from heapq import heapify, heappop, heappush
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
 
 from entrain_opt.errors import ScheduleError
-from entrain_opt.schedule.admission import ADMITTED, NO_MEMORY, Admission, Rule
+from entrain_opt.plan import PipelineShape
+from entrain_opt.schedule import columns
+from entrain_opt.schedule.admission import Rule, check_limits, module_turns
+from entrain_opt.schedule.columns import NONE
 from entrain_opt.schedule.graph import WorkGraph
+from entrain_opt.schedule.kernel import IntArray, Pipeline, run_pipeline
 
-#: How many ready units of a stage are tried when memory refuses the first ones.
-CANDIDATES_PER_STAGE = 8
+_FIRST = {"alternate": columns.ALTERNATE, "backward": columns.BACKWARD_FIRST, "forward": columns.FORWARD_FIRST}
 
 
 def dispatch(
@@ -42,180 +47,127 @@ def dispatch(
     Raises:
         ScheduleError: the sources of one language-model microbatch do not fit into the limit together.
     """
-    return _Dispatcher(graph, rule, durations, transfer, limits, amounts).run()
-
-
-class _Dispatcher:
-    def __init__(
-        self,
-        graph: WorkGraph,
-        rule: Rule,
-        durations: list[int],
-        transfer: list[int],
-        limits: list[int | None],
-        amounts: list[int],
-    ) -> None:
-        shape = graph.shape
-        self.graph, self.rule, self.durations, self.transfer = graph, rule, durations, transfer
-        self.admission = Admission(graph, rule, limits, amounts)
-        self.phases = rule.phases and all(limit is None for limit in limits)
-        self.num_slots, self.missing = graph.num_slots, list(graph.missing)
-        self.has_backward, self.first_llm = shape.has_backward, shape.num_encoder_stages
-        self.rank_of_stage = shape.ranks_of_stages
-        self.stages_of_rank = [shape.stages_of_rank(rank) for rank in range(shape.num_ranks)]
-        self.forwards_left = [sum(len(graph.units[s]) for s in stages) for stages in self.stages_of_rank]
-        self.started = bytearray(self.num_slots)
-        self.ready_forward: list[list[tuple[int, int]]] = [[] for _ in range(shape.num_stages)]
-        self.ready_backward: list[list[tuple[int, int]]] = [[] for _ in range(shape.num_ranks)]
-        self.ready_weight: list[deque[int]] = [deque() for _ in range(shape.num_ranks)]
-        self.last_was_backward = [False] * shape.num_ranks
-        self.events: list[tuple[int, int, int]] = []
-        self.now = 0
-        self.touched: set[int] = set(range(shape.num_ranks))
-
-    def run(self) -> list[list[int]]:
-        graph, events, touched, durations = self.graph, self.events, self.touched, self.durations
-        for slot in range(self.num_slots):
-            if self.missing[slot] == 0:
-                self.ready_forward[graph.slot_stage[slot]].append((self.rule.forward_key[slot], slot))
-        for ready in self.ready_forward:
-            heapify(ready)
-        busy = [False] * len(self.stages_of_rank)
-        orders: list[list[int]] = [[] for _ in busy]
-        while True:
-            for rank in sorted(touched):
-                if not busy[rank]:
-                    operation = self._choose(rank)
-                    if operation >= 0:
-                        busy[rank] = True
-                        orders[rank].append(operation)
-                        heappush(events, (self.now + durations[operation], 0, operation))
-            touched.clear()
-            if not events:
-                break
-            self.now = events[0][0]
-            while events and events[0][0] == self.now:
-                _, arrived, operation = heappop(events)
-                if arrived:
-                    self._deliver(operation)
-                else:
-                    busy[graph.slot_rank[operation % self.num_slots]] = False
-                    self._complete(operation)
-        expected = self.num_slots + sum(
-            1 + self.rule.split[slot] for slot, stage in enumerate(graph.slot_stage) if self.has_backward[stage]
+    check_limits(graph, limits, amounts)
+    pipe = pipeline_arrays(graph, rule, limits, amounts)
+    orders, first, _, _ = run_pipeline(pipe, _array(durations), _array(transfer))
+    expected = graph.num_slots + sum(
+        1 + rule.split[slot] for slot, stage in enumerate(graph.slot_stage) if graph.shape.has_backward[stage]
+    )
+    if len(orders) != expected:
+        raise ScheduleError(
+            f"schedule: only {len(orders)} of {expected} operations could run. This is a defect of the list scheduler; "
+            f"please report it with the assignment."
         )
-        if sum(map(len, orders)) != expected:
-            raise ScheduleError(
-                f"schedule: only {sum(map(len, orders))} of {expected} operations could run. This is a defect of the "
-                f"list scheduler; please report it with the assignment."
-            )
-        return orders
+    operations, bounds = orders.tolist(), first.tolist()
+    return [operations[bounds[rank] : bounds[rank + 1]] for rank in range(graph.shape.num_ranks)]
 
-    def _choose(self, rank: int) -> int:
-        """The next operation of a free rank, taken off its list; -1 if none may start."""
-        waits = self.phases and self.forwards_left[rank]
-        backward = self.ready_backward[rank]
-        turn = self.rule.first == "backward" or (self.rule.first == "alternate" and not self.last_was_backward[rank])
-        if backward and turn and not waits:
-            self.last_was_backward[rank] = True
-            return heappop(backward)[1]
-        slot = self._choose_forward(rank)
-        if slot >= 0:
-            self.last_was_backward[rank] = False
-            self.started[slot] = 1
-            self.forwards_left[rank] -= 1
-            self.admission.start(self.graph.slot_stage[slot], slot)
-            return slot
-        if backward and not waits:
-            self.last_was_backward[rank] = True
-            return heappop(backward)[1]
-        return self.ready_weight[rank].popleft() if self.ready_weight[rank] else -1
 
-    def _choose_forward(self, rank: int) -> int:
-        best, best_key = -1, 0
-        for stage in self.stages_of_rank[rank]:
-            ready = self.ready_forward[stage]
-            while ready and self.started[ready[0][1]]:
-                heappop(ready)
-            if not ready or (best >= 0 and ready[0][0] >= best_key):
-                continue
-            answer = self.admission.ask(stage, ready[0][1])
-            if answer == ADMITTED:
-                best_key, best = ready[0]
-            elif answer == NO_MEMORY:
-                key, slot = self._choose_smaller(stage)
-                if slot >= 0 and (best < 0 or key < best_key):
-                    best_key, best = key, slot
-        return best
+def pipeline_arrays(graph: WorkGraph, rule: Rule, limits: list[int | None], amounts: list[int]) -> Pipeline:
+    """The work and the rule as the kernel reads them."""
+    shape = graph.shape
+    encoders = [shape.encoder_of_stage(stage) for stage in range(shape.num_stages)]
+    modules = [
+        module_turns(order, list(graph.encoder_consumers[e]), rule.llm_order)
+        for e, order in enumerate(rule.encoder_orders)
+    ]
+    modules.append(module_turns(rule.llm_order, [(u,) for u in range(graph.num_llm_units)], rule.llm_order))
+    per_stage = [modules[-1] if e is None else modules[e] for e in encoders]
+    turn_first = [0, *accumulate(len(module.units) for module in per_stage)]
 
-    def _choose_smaller(self, stage: int) -> tuple[int, int]:
-        """Memory refuses the first unit in order: another that fits, or one that the oldest microbatch waits for."""
-        ready = self.ready_forward[stage]
-        aside: list[tuple[int, int]] = []
-        found = (0, -1)
-        while ready and len(aside) < CANDIDATES_PER_STAGE:
-            entry = heappop(ready)
-            if self.started[entry[1]]:
-                continue
-            aside.append(entry)
-            if self.admission.ask(stage, entry[1]) == ADMITTED:
-                found = entry
-                break
-        for entry in aside:
-            heappush(ready, entry)
-        if found[1] < 0:
-            for slot in self.admission.units_of_oldest(stage):
-                if not self.missing[slot] and not self.started[slot] and self.admission.ask(stage, slot) == ADMITTED:
-                    return self.rule.forward_key[slot], slot
-        return found
+    slots = np.zeros((graph.num_slots, columns.SLOT_COLUMNS), dtype=np.int64)
+    turns = np.zeros((turn_first[-1], columns.TURN_COLUMNS), dtype=np.int64)
+    turn_of_llm = np.full((shape.num_stages, graph.num_llm_units), NONE, dtype=np.int64)
+    of_slot: list[list[int]] = []
+    of_turn: list[list[int]] = []
+    for stage, module in enumerate(per_stage):
+        first_slot, first_turn = graph.stage_first[stage], turn_first[stage]
+        position = _array(module.position)
+        slots[first_slot : first_slot + len(position), columns.POSITION] = position
+        slots[first_slot + position, columns.SEQUENCE] = first_slot + np.arange(len(position))
+        turns[first_turn : turn_first[stage + 1], columns.REACH] = module.reach
+        of_turn += [[first_slot + unit for unit in units] for units in module.units]
+        of_slot += [[first_turn + turn for turn in unit_turns] for unit_turns in module.turns]
+        for llm, turn in module.turn_of_llm.items():
+            turn_of_llm[stage, llm] = first_turn + turn
+    links = _Links()
+    slots[:, columns.FORWARD], slots[:, columns.FORWARD_END] = links.add(graph.forward_targets)
+    slots[:, columns.BACKWARD], slots[:, columns.BACKWARD_END] = links.add(graph.backward_targets)
+    slots[:, columns.TURNS], slots[:, columns.TURNS_END] = links.add(of_slot)
+    turns[:, columns.SLOTS], turns[:, columns.SLOTS_END] = links.add(of_turn)
+    slots[:, columns.STAGE] = graph.slot_stage
+    slots[:, columns.AMOUNT] = amounts
+    slots[:, columns.SPLIT] = rule.split
+    slots[:, columns.FORWARD_KEY] = rule.forward_key
+    slots[:, columns.BACKWARD_KEY] = rule.backward_key
+    return Pipeline(
+        rules=_rules(shape, rule, limits),
+        stages=_stages(graph, rule, limits, encoders, turn_first),
+        slots=slots,
+        turns=turns,
+        links=links.joined(),
+        turn_of_llm=turn_of_llm,
+    )
 
-    def _complete(self, operation: int) -> None:
-        graph, count, admission = self.graph, self.num_slots, self.admission
-        kind, slot = divmod(operation, count)
-        stage, rank = graph.slot_stage[slot], graph.slot_rank[slot]
-        self.touched.add(rank)
-        if kind == 0:
-            for target in graph.forward_targets[slot]:
-                self._send(target, graph.slot_rank[target] != rank, self.transfer[slot])
-            if self.has_backward[stage]:
-                self._deliver(count + slot)
-            else:
-                admission.leave(stage)
-                admission.release(stage, slot)
-                if stage >= self.first_llm:
-                    admission.finish(stage, slot)
-            if stage == self.first_llm:
-                for served in admission.finish_without_gradients(slot - graph.stage_first[stage]):
-                    self.touched.add(self.rank_of_stage[served])
-        elif kind == 1:
-            for target in graph.backward_targets[slot]:
-                self._send(count + target, graph.slot_rank[target] != rank, self.transfer[target])
-            admission.leave(stage)
-            admission.finish(stage, slot)
-            if self.rule.split[slot]:
-                admission.weights_left[stage] += 1
-                self.ready_weight[rank].append(2 * count + slot)
-            else:
-                admission.release(stage, slot)
-        else:
-            admission.weights_left[stage] -= 1
-            admission.release(stage, slot)
 
-    def _send(self, operation: int, crosses_ranks: bool, ticks: int) -> None:
-        if crosses_ranks and ticks:
-            heappush(self.events, (self.now + ticks, 1, operation))
-        else:
-            self._deliver(operation)
+class _Links:
+    """Lists of integers laid end to end."""
 
-    def _deliver(self, operation: int) -> None:
-        """One of the inputs of an operation is there."""
-        self.missing[operation] -= 1
-        if self.missing[operation]:
-            return
-        slot = operation % self.num_slots
-        rank = self.graph.slot_rank[slot]
-        if operation < self.num_slots:
-            heappush(self.ready_forward[self.graph.slot_stage[slot]], (self.rule.forward_key[slot], slot))
-        else:
-            heappush(self.ready_backward[rank], (self.rule.backward_key[slot], operation))
-        self.touched.add(rank)
+    def __init__(self) -> None:
+        self._values: list[int] = []
+
+    def add(self, rows: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+        """Where each row starts and ends."""
+        ends = len(self._values) + np.cumsum([len(row) for row in rows], dtype=np.int64)
+        starts = ends - _array([len(row) for row in rows])
+        self._values += [value for row in rows for value in row]
+        return starts, ends
+
+    def joined(self) -> IntArray:
+        return _array(self._values)
+
+
+def _rules(shape: PipelineShape, rule: Rule, limits: list[int | None]) -> IntArray:
+    rules = np.zeros(columns.NUM_RULES, dtype=np.int64)
+    rules[columns.FIRST] = _FIRST[rule.first]
+    rules[columns.WEIGHT_LIMIT] = NONE if rule.weight_limit is None else rule.weight_limit
+    rules[columns.PHASES] = rule.phases and all(limit is None for limit in limits)
+    rules[columns.FIRST_LLM_STAGE] = shape.num_encoder_stages
+    rules[columns.NUM_RANKS] = shape.num_ranks
+    return rules
+
+
+def _stages(
+    graph: WorkGraph, rule: Rule, limits: list[int | None], encoders: list[int | None], turn_first: list[int]
+) -> IntArray:
+    shape = graph.shape
+    groups = list(zip(shape.ranks_of_stages, encoders, strict=True))
+    stages = np.zeros((shape.num_stages, columns.STAGE_COLUMNS), dtype=np.int64)
+    stages[:, columns.RANK] = shape.ranks_of_stages
+    stages[:, columns.SLOT_FIRST], stages[:, columns.SLOT_END] = graph.stage_first[:-1], graph.stage_first[1:]
+    stages[:, columns.HAS_BACKWARD] = shape.has_backward
+    stages[:, columns.LIMIT] = _optional(limits)
+    stages[:, columns.DEPTH] = _optional(rule.depth)
+    stages[:, columns.ENTRY_LIMIT] = _optional(rule.entry_limit)
+    stages[:, columns.GROUP] = [groups.index(group) for group in groups]
+    stages[:, columns.GUARDED] = _guarded(graph, limits)
+    stages[:, columns.TURN_FIRST], stages[:, columns.TURN_END] = turn_first[:-1], turn_first[1:]
+    return stages
+
+
+def _guarded(graph: WorkGraph, limits: list[int | None]) -> IntArray:
+    """[stages] the first trained stage of each encoder that has a limit."""
+    shape = graph.shape
+    guarded = np.zeros(shape.num_stages, dtype=np.int64)
+    for encoder in range(shape.num_encoders):
+        trained = [stage for stage in shape.stages_of_encoder(encoder) if shape.has_backward[stage]]
+        if trained and limits[trained[0]] is not None:
+            guarded[trained[0]] = 1
+    return guarded
+
+
+def _array(values: Sequence[int]) -> IntArray:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _optional(values: Sequence[int | None]) -> IntArray:
+    return _array([NONE if value is None else value for value in values])

@@ -110,10 +110,7 @@ def memory_limits(graph: WorkGraph, costs: BatchCosts | None) -> tuple[list[int 
         ScheduleError: the shape has limits but there are no costs to count patches and tokens.
     """
     shape = graph.shape
-    limits = [
-        (shape.patches_in_flight if stage < shape.num_encoder_stages else shape.tokens_in_flight) if has else None
-        for stage, has in enumerate(shape.has_backward)
-    ]
+    limits = [limit if has else None for limit, has in zip(shape.stage_limits, shape.has_backward, strict=True)]
     if all(limit is None for limit in limits):
         return limits, [1] * graph.num_slots
     if costs is None:
@@ -160,7 +157,7 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
         backward_key = sort_places([(g, -c, m, i) for g, c, m, i in keys])
         entry_limit = _entry_limits(shape)
     split = order == "zero_bubble"
-    limited = split and None not in (shape.tokens_in_flight, shape.patches_in_flight if shape.num_encoders else 0)
+    limited = split and None not in shape.stage_limits
     return Rule(
         llm_order=list(range(graph.num_llm_units)),
         encoder_orders=[list(range(len(rows))) for rows in graph.encoder_consumers],
