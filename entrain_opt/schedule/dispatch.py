@@ -21,6 +21,7 @@ from entrain_opt.schedule.admission import Rule, check_limits, module_turns
 from entrain_opt.schedule.columns import NONE
 from entrain_opt.schedule.graph import WorkGraph
 from entrain_opt.schedule.kernel import IntArray, Pipeline, run_pipeline
+from entrain_opt.schedule.links import Links
 
 _FIRST = {"alternate": columns.ALTERNATE, "backward": columns.BACKWARD_FIRST, "forward": columns.FORWARD_FIRST}
 
@@ -89,7 +90,7 @@ def pipeline_arrays(graph: WorkGraph, rule: Rule, limits: list[int | None], amou
         of_slot += [[first_turn + turn for turn in unit_turns] for unit_turns in module.turns]
         for llm, turn in module.turn_of_llm.items():
             turn_of_llm[stage, llm] = first_turn + turn
-    links = _Links()
+    links = Links()
     slots[:, columns.FORWARD], slots[:, columns.FORWARD_END] = links.add(graph.forward_targets)
     slots[:, columns.BACKWARD], slots[:, columns.BACKWARD_END] = links.add(graph.backward_targets)
     slots[:, columns.TURNS], slots[:, columns.TURNS_END] = links.add(of_slot)
@@ -107,23 +108,6 @@ def pipeline_arrays(graph: WorkGraph, rule: Rule, limits: list[int | None], amou
         links=links.joined(),
         turn_of_llm=turn_of_llm,
     )
-
-
-class _Links:
-    """Lists of integers laid end to end."""
-
-    def __init__(self) -> None:
-        self._values: list[int] = []
-
-    def add(self, rows: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
-        """Where each row starts and ends."""
-        ends = len(self._values) + np.cumsum([len(row) for row in rows], dtype=np.int64)
-        starts = ends - _array([len(row) for row in rows])
-        self._values += [value for row in rows for value in row]
-        return starts, ends
-
-    def joined(self) -> IntArray:
-        return _array(self._values)
 
 
 def _rules(shape: PipelineShape, rule: Rule, limits: list[int | None]) -> IntArray:
