@@ -30,8 +30,10 @@ def assign_microbatches(
         shape: the stages of one replica and its memory caps.
         num_replicas: data-parallel replicas. With fewer samples than replicas some get no microbatch.
         num_microbatches: the most per replica, unless the memory caps need more; fewer are used where there are fewer
-            samples, and by `pairwise` where one sample would dominate. None: chosen by estimated iteration time.
-        policy: `pairwise` (Entrain, arXiv 2605.27918, Algorithm 3), `in_order` or `karmarkar_karp`.
+            samples, by `pairwise` where one sample would dominate, and by `token_budget`, `dynapipe` and `dip` where
+            that is their answer. None: chosen by estimated iteration time.
+        policy: one of `POLICIES`: `pairwise` (Entrain, arXiv 2605.27918, Algorithm 3), or for comparison what others
+            do; each says in its module under `peers/` where it comes from.
 
     Returns:
         The assignment, checked: every microbatch of a replica has at least one sample.

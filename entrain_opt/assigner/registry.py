@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from entrain_opt.assigner.pairwise import place_pairwise
-from entrain_opt.assigner.peers import place_in_order, place_karmarkar_karp
+from entrain_opt.assigner.peers import (
+    place_dip,
+    place_disttrain,
+    place_dynapipe,
+    place_in_order,
+    place_karmarkar_karp,
+    place_length_grouped,
+    place_token_budget,
+    split_by_encoder_work,
+    split_by_length,
+)
 from entrain_opt.assigner.replicas import split_by_llm_work, split_in_order, split_karmarkar_karp
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import IntArray
@@ -33,6 +43,11 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "pairwise": Policy(split=split_by_llm_work, place=place_pairwise),
         "in_order": Policy(split=split_in_order, place=place_in_order),
         "karmarkar_karp": Policy(split=split_karmarkar_karp, place=place_karmarkar_karp),
+        "length_grouped": Policy(split=split_by_length, place=place_length_grouped),
+        "token_budget": Policy(split=split_by_length, place=place_token_budget),
+        "dynapipe": Policy(split=split_karmarkar_karp, place=place_dynapipe),
+        "disttrain": Policy(split=split_by_encoder_work, place=place_disttrain),
+        "dip": Policy(split=split_in_order, place=place_dip),
     }
 )
 
