@@ -18,14 +18,14 @@ microbatches never cost anything in this objective, so K are used. Of equally go
 microbatches are smaller is taken. Replicas are split by Karmarkar-Karp; the original splits microbatches made from the
 global batch, here each replica's samples are cut by themselves.
 
-Promise: the optimum of 2; the same answer however the batch lists the samples. Price: 8 ms for 128 samples in 32
-microbatches.
+Promise: the optimum of 2; the same answer however the batch lists the samples. Price: 10 ms for 128 samples in 32
+microbatches, 50 ms in up to 96 with fixed seconds, where every number of microbatches is tried.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from itertools import permutations, product
+from itertools import permutations
 
 import numpy as np
 
@@ -159,9 +159,8 @@ def _group(points: FloatArray) -> IntArray:
     starts = [(2 * g + 1) * len(points) // (2 * _NUM_GROUPS) for g in range(_NUM_GROUPS)]
     centres = points[ranked[starts]]
     group = np.zeros(len(points), dtype=np.int64)
-    for _, g in product(range(_KMEANS_ROUNDS), range(_NUM_GROUPS)):
-        if g == 0:
-            group = ((points[:, None, :] - centres[None]) ** 2).sum(axis=2).argmin(axis=1)
-        if (group == g).any():
+    for _ in range(_KMEANS_ROUNDS):
+        group = ((points[:, None, :] - centres[None]) ** 2).sum(axis=2).argmin(axis=1)
+        for g in np.unique(group):
             centres[g] = points[group == g].mean(axis=0)
     return group

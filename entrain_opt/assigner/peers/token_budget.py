@@ -8,7 +8,7 @@ do. Such loaders read a shard per replica; here the replicas are dealt the sampl
 
 It knows tokens only: equal tokens are equal language-model work but for attention, and say nothing of the encoder's.
 Promise: no microbatch above the budget; the same answer however the batch lists the samples. Price: about 20 packings
-of N samples; 8 ms for 128.
+of N samples; 4 ms for 128, 50 ms for 512.
 """
 
 from __future__ import annotations
