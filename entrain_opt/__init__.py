@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from entrain_opt.assigner import assign_microbatches
+    from entrain_opt.assigner.sampler import BalancedBatchSampler
     from entrain_opt.assignment import Assignment, BatchCosts
     from entrain_opt.cost import CostModel
     from entrain_opt.lightning import EntrainStrategy, MultimodalDataModule, MultimodalModule
@@ -32,6 +33,7 @@ _HOMES = {
     "simulate": "simulator",
     "solve_plan": "planner",
     "assign_microbatches": "assigner",
+    "BalancedBatchSampler": "assigner.sampler",
     "EntrainStrategy": "lightning",
     "MultimodalModule": "lightning",
     "MultimodalDataModule": "lightning",
@@ -39,6 +41,7 @@ _HOMES = {
 
 __all__ = [
     "Assignment",
+    "BalancedBatchSampler",
     "BatchCosts",
     "ClusterSpec",
     "CostModel",
