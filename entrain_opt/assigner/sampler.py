@@ -8,7 +8,7 @@ Promise: every sample of an epoch exactly once over ranks and steps; the same gl
 so a run resumes under another; no rank is ever without samples. Price: one split per step, 20 to 40 ms for 4,096
 samples over 32 ranks, made ahead of training wherever the loader prefetches.
 
-A plain loop, with one process per rank::
+A plain loop, with one process per rank (to resume, save `sampler.state_dict(step + 1)`)::
 
     sampler = BalancedBatchSampler(costs, global_batch_size=512, rank=rank, world_size=world_size)
     loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate, num_workers=4, persistent_workers=True)
@@ -16,7 +16,8 @@ A plain loop, with one process per rank::
         loss = ddp_model(batch) * sampler.loss_factor(step)  # the model returns the mean over its label tokens
         loss.backward(), optimizer.step(), optimizer.zero_grad()
 
-Lightning, `Trainer(strategy="ddp", use_distributed_sampler=False)`; left at True, Lightning tries to shard once more::
+Lightning, `Trainer(strategy="ddp", use_distributed_sampler=False)`; left at True, Lightning tries to shard once more.
+To resume, save `sampler.state_dict(trainer.global_step)` in `on_save_checkpoint` and load it in `train_dataloader`::
 
     def train_dataloader(self):
         self.sampler = BalancedBatchSampler(costs, global_batch_size=512, rank=self.global_rank, world_size=...)

@@ -99,6 +99,12 @@ def expected_weights(model):
     return weights(model)
 
 
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
 def train_plain():
     data, rank = Sentences(), torch.distributed.get_rank()
     sampler = data.sampler(rank, 2)
@@ -160,8 +166,8 @@ def train_lightning(folder):
     return weights(module.model), module.counts
 
 
-def train_huggingface(folder, make_model):
-    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+def make_trainer(folder, model, **options):
+    """A Hugging Face Trainer and the list that gets the number of samples of each step."""
     import transformers
 
     counts = []
@@ -179,21 +185,26 @@ def train_huggingface(folder, make_model):
             # Trainer divides by the label tokens of all ranks where the model lets it.
             return loss if self.model_accepts_loss_kwargs else loss * self.sampler.loss_factor(self.state.global_step)
 
-    model = make_model()
+    options = {"save_strategy": "no", "num_train_epochs": NUM_EPOCHS} | options
     arguments = transformers.TrainingArguments(
-        output_dir=folder,
-        num_train_epochs=NUM_EPOCHS,
+        output_dir=str(folder),
         learning_rate=RATE,
         lr_scheduler_type="constant",
         optim="sgd",
         max_grad_norm=0.0,
         use_cpu=True,
-        ddp_backend="gloo",
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
+        **options,
     )
-    Trainer(model=model, args=arguments, train_dataset=Sentences(), data_collator=collate).train()
+    return Trainer(model=model, args=arguments, train_dataset=Sentences(), data_collator=collate), counts
+
+
+def train_huggingface(folder, make_model):
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]
+    model = make_model()
+    trainer, counts = make_trainer(folder, model, ddp_backend="gloo")
+    trainer.train()
     return weights(model), counts
 
 
@@ -223,6 +234,58 @@ def test_weights_equal_one_process_on_global_batches(outcomes, way, make_model):
     assert (np.array(first) + np.array(second)).tolist() == [6, 6, 6, 4] * NUM_EPOCHS
     assert first != second
     for found, _ in ranks:
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12, err_msg=name)
+        assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps_done", [2, 4, 5])
+def test_lightning_resumes_where_the_state_says(tmp_path, steps_done):
+    """In the middle of an epoch, at its end and in the next one."""
+    import pytorch_lightning as pl
+
+    class Resumable(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Predictor()
+            self.state = None
+
+        def train_dataloader(self):
+            data = Sentences()
+            self.sampler = data.sampler(0, 1)
+            if self.state:
+                self.sampler.load_state_dict(self.state)
+            return DataLoader(data, batch_sampler=self.sampler, collate_fn=collate)
+
+        def training_step(self, batch, batch_idx):
+            return self.model(**batch)["loss"] * self.sampler.loss_factor(self.trainer.global_step)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["sampler"] = self.sampler.state_dict(self.trainer.global_step)
+
+        def on_load_checkpoint(self, checkpoint):
+            self.state = checkpoint["sampler"]
+
+    quiet = {
+        "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "use_distributed_sampler": False, "max_epochs": NUM_EPOCHS,
+    }  # fmt: skip
+    every_step = pl.callbacks.ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    pl.Trainer(callbacks=[every_step], **quiet).fit(Resumable())
+    resumed = Resumable()
+    trainer = pl.Trainer(enable_checkpointing=False, **quiet)
+    trainer.fit(resumed, ckpt_path=tmp_path / f"step={steps_done}.ckpt")
+    assert trainer.global_step == NUM_EPOCHS * len(resumed.sampler)
+    assert_close(weights(resumed.model), expected_weights(Predictor()))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("steps_done", [2, 4, 5])
+def test_hugging_face_trainer_resumes_by_itself(tmp_path, steps_done):
+    make_trainer(tmp_path, Predictor(), save_strategy="steps", save_steps=steps_done, max_steps=steps_done)[0].train()
+    model = Predictor()
+    checkpoint = str(tmp_path / f"checkpoint-{steps_done}")
+    make_trainer(tmp_path, model)[0].train(resume_from_checkpoint=checkpoint)
+    assert_close(weights(model), expected_weights(Predictor()))
