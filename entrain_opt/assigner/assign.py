@@ -9,6 +9,7 @@ import numpy as np
 
 from entrain_opt.assigner.counts import choose_placement
 from entrain_opt.assigner.registry import find_policy
+from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork, sample_work
 from entrain_opt.assignment import Assignment, BatchCosts, IntArray
 from entrain_opt.errors import AssignmentError
@@ -21,7 +22,10 @@ def assign_microbatches(
     *,
     num_replicas: int = 1,
     num_microbatches: int | None = None,
-    policy: str = "pairwise",
+    policy: str = "auto",
+    schedule: str = "eager",
+    effort: str = "default",
+    seed: int = 0,
 ) -> Assignment:
     """Assign every sample of a global batch to a replica and a microbatch. Same inputs, same answer, on every rank.
 
@@ -32,16 +36,21 @@ def assign_microbatches(
         num_microbatches: the most per replica, unless the memory caps need more; fewer are used where there are fewer
             samples, by `pairwise` where one sample would dominate, and by `token_budget`, `dynapipe` and `dip` where
             that is their answer. None: chosen by estimated iteration time.
-        policy: one of `POLICIES`: `pairwise` (Entrain, arXiv 2605.27918, Algorithm 3), or for comparison what others
-            do; each says in its module under `peers/` where it comes from.
+        policy: one of `POLICIES`: `auto` searches, `joint` levels both modules' loads, `pairwise` is Entrain's
+            (arXiv 2605.27918, Algorithm 3); the others are for comparison, and each says in its module under `peers/`
+            where it comes from.
+        schedule: the order that will run the microbatches; policies that search play placements through under it.
+        effort: how long they search: `fast`, `default` or `thorough`.
+        seed: of their random moves.
 
     Returns:
         The assignment, checked: every microbatch of a replica has at least one sample.
 
     Raises:
-        AssignmentError: unknown policy, counts below 1, costs that do not match the shape, or a sample that alone
-            exceeds a memory cap.
+        AssignmentError: unknown policy, schedule or effort, counts below 1, costs that do not match the shape, or a
+            sample that alone exceeds a memory cap.
     """
+    settings = SearchSettings(schedule=schedule, effort=effort, seed=seed)
     work = sample_work(costs, shape)
     replica = split_replicas(work, num_replicas=num_replicas, policy=policy)
     encoder_microbatch = np.full(costs.num_media, -1, dtype=np.int64)
@@ -51,7 +60,9 @@ def assign_microbatches(
     for index in range(num_replicas):
         rows = np.flatnonzero(replica == index)
         if len(rows):
-            placement = place_replica(work.take(rows), num_microbatches=num_microbatches, policy=policy)
+            placement = place_replica(
+                work.take(rows), num_microbatches=num_microbatches, policy=policy, settings=settings
+            )
             encoder_microbatch[replica_of_media == index] = placement.encoder_microbatch
             llm_microbatch[rows] = placement.llm_microbatch
             counts[index] = placement.num_microbatches
@@ -74,12 +85,19 @@ def split_replicas(work: SampleWork, *, num_replicas: int, policy: str) -> IntAr
     return chosen.split(work, num_replicas)
 
 
-def place_replica(work: SampleWork, *, num_microbatches: int | None, policy: str) -> Placement:
-    """The placement of at least one sample of one replica."""
-    chosen = find_policy(policy)
+def place_replica(
+    work: SampleWork, *, num_microbatches: int | None, policy: str, settings: SearchSettings | None = None
+) -> Placement:
+    """The placement of at least one sample of one replica; `settings` are for policies that search."""
+    chosen, settings = find_policy(policy), settings or SearchSettings()
+    settings.check()
+    if num_microbatches is not None:
+        _check_count("num_microbatches", num_microbatches)
+    if chosen.search is not None:
+        return chosen.search(work, num_microbatches, settings)
+    assert chosen.place is not None
     if num_microbatches is None:
         return choose_placement(work, chosen.place)
-    _check_count("num_microbatches", num_microbatches)
     return chosen.place(work, num_microbatches)
 
 

@@ -19,10 +19,10 @@ more. Compiling takes seconds, once per installation.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from entrain_opt.assigner.work import SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
+from entrain_opt.compiled import compiled
 
 #: How much an uneven memory load counts against an uneven time load.
 _MEMORY_WEIGHT = 0.9
@@ -92,7 +92,7 @@ def _shares(work: SampleWork, num_replicas: int, token_limit: int | None) -> tup
     return shares, 2, limits
 
 
-@njit(cache=True)
+@compiled
 def _place(shares: FloatArray, num_replicas: int) -> tuple[IntArray, FloatArray]:
     """[N] replica of each sample placed in the given order, and [R, C] loads."""
     num_samples, num_columns = shares.shape
@@ -115,7 +115,7 @@ def _place(shares: FloatArray, num_replicas: int) -> tuple[IntArray, FloatArray]
     return replica, loads
 
 
-@njit(cache=True)
+@compiled
 def _relieve(
     shares: FloatArray, replica: IntArray, loads: FloatArray, weights: FloatArray, limits: FloatArray, looks: int
 ) -> int:
@@ -161,7 +161,7 @@ def _relieve(
         stuck[:] = False
 
 
-@njit(cache=True)
+@compiled
 def _best_exchange(
     shares: FloatArray,
     replica: IntArray,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from entrain_opt.compiled import compiled
 
 IntArray = NDArray[np.int64]
 
 
-@njit(cache=True)
+@compiled
 def push(heap: IntArray, size: int, time: int, operation: int) -> int:
     """Add to a binary heap of (time, operation) rows; returns its new size."""
     child = size
@@ -23,7 +24,7 @@ def push(heap: IntArray, size: int, time: int, operation: int) -> int:
     return size + 1
 
 
-@njit(cache=True)
+@compiled
 def pop(heap: IntArray, size: int) -> int:
     """Drop the first row of a binary heap; returns its new size."""
     size -= 1

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from entrain_opt.compiled import compiled, inlined
 from entrain_opt.schedule.columns import (
     ALTERNATE,
     AMOUNT,
@@ -25,6 +25,7 @@ from entrain_opt.schedule.columns import (
     BACKWARD_KEY,
     FIRST,
     FIRST_LLM_STAGE,
+    FIRST_OF_RANK,
     FORWARD,
     FORWARD_END,
     FORWARD_KEY,
@@ -34,6 +35,7 @@ from entrain_opt.schedule.columns import (
     LOWEST,
     MISSING_BACKWARD,
     MISSING_FORWARD,
+    NEXT_OF_RANK,
     NONE,
     NUM_RANKS,
     NUM_READY,
@@ -109,7 +111,7 @@ def run_pipeline(
     )  # fmt: skip
 
 
-@njit(cache=True)
+@compiled
 def play(
     rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, turn_of_llm: IntArray,
     durations: IntArray, transfer: IntArray,
@@ -172,7 +174,7 @@ def play(
     return orders, first, start, end
 
 
-@njit(cache=True)
+@compiled
 def _prepare(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray) -> None:
     """Fill the columns that change while time goes on."""
     slots[:, STARTED : MISSING_BACKWARD + 1] = 0
@@ -183,7 +185,10 @@ def _prepare(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray
     stages[:, LOWEST:STAGE_COLUMNS] = 0
     ranks[:, RUNNING] = NONE
     ranks[:, TOUCHED] = 1
-    for stage in range(len(stages)):
+    ranks[:, FIRST_OF_RANK] = NONE
+    for stage in range(len(stages) - 1, -1, -1):
+        stages[stage, NEXT_OF_RANK] = ranks[stages[stage, RANK], FIRST_OF_RANK]
+        ranks[stages[stage, RANK], FIRST_OF_RANK] = stage
         stages[stage, LOWEST] = stages[stage, SLOT_FIRST]
         stages[stage, OLDEST] = stages[stage, TURN_FIRST]
         ranks[stages[stage, RANK], FORWARDS_LEFT] += stages[stage, SLOT_END] - stages[stage, SLOT_FIRST]
@@ -201,7 +206,7 @@ def _prepare(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray
             turns[turn, UNSTARTED_AMOUNT] += slots[links[i], AMOUNT]
 
 
-@njit(cache=True)
+@inlined
 def _choose(
     rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray,
     queues: IntArray, rank: int,
@@ -212,7 +217,7 @@ def _choose(
     if may and (rules[FIRST] == BACKWARD_FIRST or (rules[FIRST] == ALTERNATE and not ranks[rank, LAST_WAS_BACKWARD])):
         ranks[rank, LAST_WAS_BACKWARD] = 1
         return count + _take_backward(slots, ranks, queues, rank)
-    slot = _choose_forward(rules, stages, slots, turns, links, rank)
+    slot = _choose_forward(rules, stages, slots, turns, links, ranks, rank)
     if slot != NONE:
         ranks[rank, LAST_WAS_BACKWARD] = 0
         ranks[rank, FORWARDS_LEFT] -= 1
@@ -227,7 +232,7 @@ def _choose(
     return NONE
 
 
-@njit(cache=True)
+@inlined
 def _take_backward(slots: IntArray, ranks: IntArray, queues: IntArray, rank: int) -> int:
     first, size = ranks[rank, PLACE], ranks[rank, NUM_READY_BACKWARD]
     best = first
@@ -240,13 +245,14 @@ def _take_backward(slots: IntArray, ranks: IntArray, queues: IntArray, rank: int
     return slot
 
 
-@njit(cache=True)
+@inlined
 def _choose_forward(
-    rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, rank: int,
-) -> int:  # fmt: skip
-    best = NONE
-    for stage in range(len(stages)):
-        if stages[stage, RANK] != rank or not stages[stage, NUM_READY]:
+    rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray, rank: int
+) -> int:
+    best, following = NONE, ranks[rank, FIRST_OF_RANK]
+    while following != NONE:
+        stage, following = following, stages[following, NEXT_OF_RANK]
+        if not stages[stage, NUM_READY]:
             continue
         # What has started never comes back, so the search for the first unit that has not goes on where it stopped.
         end = stages[stage, SLOT_END]
@@ -279,7 +285,7 @@ def _choose_forward(
     return best
 
 
-@njit(cache=True)
+@compiled
 def _of_oldest(rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, stage: int) -> int:
     """A unit that may start and that the oldest unfinished language-model microbatch waits for."""
     oldest = stages[stage, OLDEST]
@@ -294,7 +300,7 @@ def _of_oldest(rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArr
     return NONE
 
 
-@njit(cache=True)
+@inlined
 def _complete(
     rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray,
     queues: IntArray, turn_of_llm: IntArray, operation: int, now: int, transfer: IntArray, arrivals: IntArray,
@@ -302,7 +308,9 @@ def _complete(
 ) -> int:  # fmt: skip
     """Hand on what an operation made. Returns how many arrivals are on their way."""
     count = len(slots)
-    kind, slot = operation // count, operation % count
+    kind, slot = 0, operation
+    while slot >= count:  # No division: this runs for every operation.
+        kind, slot = kind + 1, slot - count
     stage = slots[slot, STAGE]
     rank = stages[stage, RANK]
     ranks[rank, TOUCHED] = 1
@@ -350,11 +358,13 @@ def _complete(
     return num_arrivals
 
 
-@njit(cache=True)
+@compiled
 def _deliver(stages: IntArray, slots: IntArray, ranks: IntArray, queues: IntArray, operation: int) -> None:
     """One of the inputs of an operation is there."""
     count = len(slots)
-    slot, column = operation % count, MISSING_FORWARD if operation < count else MISSING_BACKWARD
+    slot, column = operation, MISSING_FORWARD
+    if operation >= count:
+        slot, column = operation - count, MISSING_BACKWARD
     slots[slot, column] -= 1
     if slots[slot, column]:
         return

@@ -6,9 +6,9 @@ All functions change or read the matrices of `columns.py`.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import (
     AMOUNT,
     DEPTH,
@@ -43,7 +43,7 @@ from entrain_opt.schedule.columns import (
 IntArray = NDArray[np.int64]
 
 
-@njit(cache=True)
+@compiled
 def inside_window(rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, stage: int, slot: int) -> bool:
     depth, entry_limit = stages[stage, DEPTH], stages[stage, ENTRY_LIMIT]
     full = entry_limit != NONE and stages[stages[stage, GROUP], GROUP_IN_FLIGHT] >= entry_limit
@@ -59,7 +59,7 @@ def inside_window(rules: IntArray, stages: IntArray, slots: IntArray, turns: Int
     return not (weights_wait and stages[stage, NUM_HELD] >= rules[WEIGHT_LIMIT])
 
 
-@njit(cache=True)
+@compiled
 def fits(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, stage: int, slot: int) -> bool:
     limit = stages[stage, LIMIT]
     if limit == NONE:
@@ -69,7 +69,7 @@ def fits(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, st
     return not stages[stage, GUARDED] or _stays_safe(stages, slots, turns, links, stage, slot, limit)
 
 
-@njit(cache=True)
+@compiled
 def _stays_safe(
     stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, stage: int, slot: int, limit: int,
 ) -> bool:  # fmt: skip
@@ -89,7 +89,7 @@ def _stays_safe(
     return True
 
 
-@njit(cache=True)
+@compiled
 def take(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, slot: int) -> None:
     stage, amount = slots[slot, STAGE], slots[slot, AMOUNT]
     slots[slot, STARTED] = 1
@@ -106,7 +106,7 @@ def take(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, sl
         turns[turn, NUM_HELD_OF_TURN] += 1
 
 
-@njit(cache=True)
+@compiled
 def release(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, slot: int) -> None:
     """The activations of a slot are gone."""
     stage, amount = slots[slot, STAGE], slots[slot, AMOUNT]
@@ -118,7 +118,7 @@ def release(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray,
         turns[turn, NUM_HELD_OF_TURN] -= 1
 
 
-@njit(cache=True)
+@compiled
 def finish(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, slot: int) -> None:
     """The microbatches that need a slot have got what they wait for on its stage."""
     stage = slots[slot, STAGE]
@@ -127,7 +127,7 @@ def finish(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, 
     move_oldest(stages, turns, stage)
 
 
-@njit(cache=True)
+@compiled
 def move_oldest(stages: IntArray, turns: IntArray, stage: int) -> None:
     oldest = stages[stage, OLDEST]
     while oldest < stages[stage, TURN_END] and turns[oldest, UNFINISHED] == 0:
@@ -135,7 +135,7 @@ def move_oldest(stages: IntArray, turns: IntArray, stage: int) -> None:
     stages[stage, OLDEST] = oldest
 
 
-@njit(cache=True)
+@compiled
 def leave_window(stages: IntArray, stage: int) -> None:
     """A unit is no longer in flight: its input gradients are done, or it has none."""
     stages[stage, IN_FLIGHT] -= 1

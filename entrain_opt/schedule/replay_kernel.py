@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import (
     BACKWARD,
     BACKWARD_END,
@@ -21,7 +21,7 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 
 
-@njit(cache=True)
+@compiled
 def play_orders(
     stages: IntArray, slots: IntArray, links: IntArray, orders: IntArray, order_first: IntArray,
     durations: FloatArray, transfer: FloatArray, missing: IntArray,

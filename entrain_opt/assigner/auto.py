@@ -1,0 +1,111 @@
+"""The default policy: many good placements, played through, and the best one improved by search.
+
+1. *Starts*: joint leveling at several counts of microbatches (each also with its microbatches in several orders), the
+   paper's pairwise placement and the peers' Karmarkar-Karp and in-order ones. All are played through under the schedule
+   and the memory of the plan.
+2. *Search*, from the best: the order of microbatches changes by moves and swaps, samples move and swap between
+   microbatches, single media items are encoded earlier. A change that is worse by a little is accepted now and then,
+   less and less (simulated annealing), so that the search leaves local optima. What counts is the simulated time, so a
+   trained encoder that would wait for late gradients, memory that runs full and a giant sample that stalls its
+   neighbours are all seen.
+
+Promise: memory caps kept; never slower than the starts; the answer depends on the inputs and the settings only (budgets
+are counts of evaluations). Price: `SearchSettings.evaluations` evaluations (`pipeline.py`) and the starts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import numpy as np
+
+from entrain_opt.assigner.evaluate import Evaluator
+from entrain_opt.assigner.joint import level_jointly, normalised_loads, place_joint
+from entrain_opt.assigner.moves import Layout, Moves
+from entrain_opt.assigner.pairwise import place_pairwise
+from entrain_opt.assigner.peers import place_in_order, place_karmarkar_karp
+from entrain_opt.assigner.settings import SearchSettings
+from entrain_opt.assigner.work import Placement, SampleWork
+from entrain_opt.assignment import IntArray
+
+#: Counts of microbatches that are tried, as parts of the number of samples.
+_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
+#: Start temperature of the annealing, as a part of the iteration time.
+START_TEMPERATURE = 0.003
+#: Budgets below this many evaluations have no room for the slower starts.
+_SMALL_BUDGET = 30
+
+
+def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchSettings) -> Placement:
+    """The fastest placement found for one replica.
+
+    Args:
+        work: N >= 1 samples.
+        num_microbatches: the most to use, unless the memory caps need more; None leaves the number open.
+        settings: schedule, budget and seed.
+    """
+    evaluator = Evaluator(work, settings.schedule)
+    budget = settings.evaluations
+    best, best_seconds = None, math.inf
+    for start in _starts(work, num_microbatches, budget):
+        seconds = evaluator.seconds(start.placement(work))
+        if best is None or seconds < best_seconds:
+            best, best_seconds = start, seconds
+        if evaluator.evaluations >= budget:
+            break
+    assert best is not None
+    if work.num_samples > 1 and best_seconds < math.inf:
+        best = _anneal(work, evaluator, best, best_seconds, budget, random.Random(settings.seed))
+    return best.placement(work)
+
+
+def _starts(work: SampleWork, num_microbatches: int | None, budget: int) -> Iterator[Layout]:
+    """Placements to compare, the most promising first."""
+    most = work.num_samples if num_microbatches is None else min(num_microbatches, work.num_samples)
+    parts = _PARTS if budget >= _SMALL_BUDGET else _PARTS[:3]
+    counts = sorted({max(1, round(most * part)) for part in parts}, reverse=True)
+    counts = [count for count in counts if count >= min(most, work.shape.num_ranks)] or [most]
+    for count in counts:
+        microbatch, used = level_jointly(work, count)
+        for order in _orders(work, microbatch, used):
+            yield Layout.together(work, np.argsort(order)[microbatch])
+    if budget >= _SMALL_BUDGET:
+        for place in (place_joint, place_pairwise, place_karmarkar_karp, place_in_order):
+            for count in (counts[0], counts[len(counts) // 2]):
+                yield Layout.of(place(work, count))
+
+
+def _orders(work: SampleWork, microbatch: IntArray, count: int) -> Iterator[IntArray]:
+    """Orders of the microbatches: small ones at both ends, largest first, large ones spread evenly."""
+    loads = normalised_loads(work)
+    encoder = np.bincount(microbatch, weights=loads[:, 0], minlength=count)
+    llm = np.bincount(microbatch, weights=loads[:, 1], minlength=count)
+    rising = np.argsort(encoder + llm, kind="stable")
+    yield np.concatenate([rising[::2], rising[1::2][::-1]])
+    yield rising[::-1]
+    # By the golden ratio, successive ones land far apart whatever their number.
+    place = np.empty(count)
+    place[rising[::-1]] = np.arange(count) * 0.6180339887498949 % 1
+    yield np.argsort(place, kind="stable")
+    yield np.argsort(encoder - llm, kind="stable")
+
+
+def _anneal(
+    work: SampleWork, evaluator: Evaluator, start: Layout, seconds: float, budget: int, chance: random.Random
+) -> Layout:
+    moves = Moves(work, chance)
+    current, current_seconds = start, seconds
+    best, best_seconds = start, seconds
+    first = evaluator.evaluations
+    while evaluator.evaluations < budget:
+        left = 1 - (evaluator.evaluations - first) / (budget - first)
+        candidate = moves.propose(current)
+        candidate_seconds = evaluator.seconds(candidate.placement(work))
+        worse = candidate_seconds - current_seconds
+        if worse <= 0 or chance.random() < math.exp(-worse / (START_TEMPERATURE * seconds * left + 1e-300)):
+            current, current_seconds = candidate, candidate_seconds
+            if current_seconds < best_seconds:
+                best, best_seconds = current, current_seconds
+    return best

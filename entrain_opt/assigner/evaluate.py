@@ -1,0 +1,130 @@
+"""Scores placements of one replica by the time that a schedule of them takes.
+
+`interleaved` and `search` are scored as `eager`, whose order they are nearest to of those that are compiled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from entrain_opt.assigner import pipeline_columns as p
+from entrain_opt.assigner.pipeline import INFEASIBLE, iteration_ticks
+from entrain_opt.assigner.work import Placement, SampleWork
+from entrain_opt.assignment import FloatArray, IntArray
+from entrain_opt.plan import PipelineShape
+from entrain_opt.schedule import columns as c
+from entrain_opt.schedule.orders import TIMED_ORDERS, stage_depths
+
+#: All work of a replica has this many ticks.
+TICKS = 1 << 40
+_SCORED_AS = {"interleaved": "eager", "search": "eager"}
+
+
+class Evaluator:
+    """The makespan of placements of the same samples.
+
+    Args:
+        work: N >= 1 samples of one replica.
+        schedule: the order that will run them.
+
+    Attributes:
+        evaluations: how many placements have been scored so far.
+    """
+
+    def __init__(self, work: SampleWork, schedule: str) -> None:
+        order = _SCORED_AS.get(schedule, schedule)
+        costs, shape = work.costs, work.shape
+        stages = costs.stage_costs(shape)
+        seconds = [
+            *zip(stages.forward_seconds, stages.backward_seconds, strict=True),
+        ]
+        fixed = np.array([stages.forward_fixed_seconds, stages.backward_fixed_seconds])
+        total = sum(float(f.sum() + b.sum()) for f, b in seconds) + float(fixed.sum()) * work.num_samples
+        self.seconds_per_tick = total / TICKS if total > 0 else 1.0
+        self.evaluations = 0
+        first_llm = shape.num_encoder_stages
+        self._has_media = costs.has_media
+        rows = np.flatnonzero(self._has_media)
+        columns = (stages.forward_seconds, stages.backward_seconds, stages.send_seconds)
+        media_ticks = np.array([[self._ticks(a[rows]) for a in kind[:first_llm]] for kind in columns])
+        stage_costs = np.zeros((shape.num_stages, 4), dtype=np.int64)
+        stage_costs[:, p.FIXED_FORWARD] = self._ticks(fixed[0])
+        stage_costs[:, p.FIXED_BACKWARD] = self._ticks(fixed[1])
+        stage_costs[:, p.FIXED_TRANSFER] = self._ticks(np.full(shape.num_stages, stages.send_fixed_seconds))
+        stage_costs[:, p.WEIGHT_PERMILLE] = np.rint(1000 * np.array(stages.weight_gradient_share))
+        self._arguments = (
+            np.column_stack([costs.media_sample[rows], costs.encoder_index[rows], costs.patches[rows]]).astype(
+                np.int64
+            ),
+            np.ascontiguousarray(work.tokens, dtype=np.int64),
+            media_ticks.reshape(3, first_llm, len(rows)),
+            np.array([[self._ticks(a) for a in kind[first_llm:]] for kind in columns]),
+            stage_costs,
+            _encoders(shape),
+            _stages(shape, order),
+            _rules(shape, order),
+            _settings(shape, order),
+        )
+
+    def seconds(self, placement: Placement) -> float:
+        """Iteration time; infinite where a memory limit is broken."""
+        self.evaluations += 1
+        ticks = iteration_ticks(
+            placement.encoder_microbatch[self._has_media],
+            placement.llm_microbatch,
+            placement.num_microbatches,
+            *self._arguments,
+        )
+        return float(np.inf) if ticks == INFEASIBLE else float(ticks) * self.seconds_per_tick
+
+    def _ticks(self, seconds: FloatArray) -> IntArray:
+        return np.rint(seconds / self.seconds_per_tick).astype(np.int64)
+
+
+def _encoders(shape: PipelineShape) -> IntArray:
+    encoders = np.zeros((shape.num_encoders, 3), dtype=np.int64)
+    for encoder in range(shape.num_encoders):
+        stages = shape.stages_of_encoder(encoder)
+        encoders[encoder] = stages[0], len(stages), shape.encoder_has_backward(encoder)
+    return encoders
+
+
+def _stages(shape: PipelineShape, order: str) -> IntArray:
+    """What `play` needs to know of the stages, apart from slots and turns."""
+    encoders = [shape.encoder_of_stage(stage) for stage in range(shape.num_stages)]
+    groups = list(zip(shape.ranks_of_stages, encoders, strict=True))
+    limits = [limit if has else None for limit, has in zip(shape.stage_limits, shape.has_backward, strict=True)]
+    stages = np.full((shape.num_stages, c.STAGE_COLUMNS), c.NONE, dtype=np.int64)
+    stages[:, c.RANK] = shape.ranks_of_stages
+    stages[:, c.HAS_BACKWARD] = shape.has_backward
+    stages[:, c.LIMIT] = [c.NONE if limit is None else limit for limit in limits]
+    if order == "1f1b" or (order == "zero_bubble" and None in shape.stage_limits):
+        stages[:, c.DEPTH] = stage_depths(shape)
+    stages[:, c.GROUP] = [groups.index(group) for group in groups]
+    stages[:, c.GUARDED] = 0
+    for encoder in range(shape.num_encoders):
+        trained = [stage for stage in shape.stages_of_encoder(encoder) if shape.has_backward[stage]]
+        if trained and limits[trained[0]] is not None:
+            stages[trained[0], c.GUARDED] = 1
+    return stages
+
+
+def _rules(shape: PipelineShape, order: str) -> IntArray:
+    rules = np.zeros(c.NUM_RULES, dtype=np.int64)
+    rules[c.FIRST] = c.FORWARD_FIRST if order == "gpipe" else c.ALTERNATE
+    limited = None not in shape.stage_limits
+    rules[c.WEIGHT_LIMIT] = max(stage_depths(shape)) if order == "zero_bubble" and not limited else c.NONE
+    held = [limit for limit, has in zip(shape.stage_limits, shape.has_backward, strict=True) if has]
+    rules[c.PHASES] = order == "gpipe" and all(limit is None for limit in held)
+    rules[c.FIRST_LLM_STAGE] = shape.num_encoder_stages
+    rules[c.NUM_RANKS] = shape.num_ranks
+    return rules
+
+
+def _settings(shape: PipelineShape, order: str) -> IntArray:
+    settings = np.zeros(4, dtype=np.int64)
+    settings[p.PATCHES_LIMIT] = c.NONE if shape.patches_limit is None else shape.patches_limit
+    settings[p.TOKENS_LIMIT] = c.NONE if shape.tokens_limit is None else shape.tokens_limit
+    settings[p.TIMED] = order in TIMED_ORDERS
+    settings[p.SPLIT_BACKWARD] = order == "zero_bubble"
+    return settings

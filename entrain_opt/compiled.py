@@ -1,0 +1,57 @@
+"""Numba's `njit` with a cache on disk that notices every change of this package's compiled code.
+
+Numba looks at the file of a function only. A compiled function that calls one of another file would go on running the
+old code after that file changed. So all compiled code is kept under a hash of the source files that hold any.
+
+Price: reading those files once, a millisecond; compiling takes half a minute, once per installation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from numba import config, njit
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PACKAGE = Path(__file__).parent
+
+
+def compiled(function: Function) -> Function:
+    """Compile on first call; the result is kept on disk."""
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_dir())
+    try:
+        return njit(cache=True)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+def inlined(function: Function) -> Function:
+    """Compile into every caller: for a function with one caller, whose many arrays would cost more than its work."""
+    return njit(inline="always")(function)
+
+
+@cache
+def _cache_dir() -> Path:
+    """A folder that can be written to, named after the sources: beside them, or else in the temporary folder."""
+    digest = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        source = path.read_bytes()
+        if b"entrain_opt.compiled" in source:
+            digest.update(source)
+    name = f"compiled-{digest.hexdigest()[:16]}"
+    if config.CACHE_DIR:
+        return Path(config.CACHE_DIR) / name
+    beside = _PACKAGE / "__pycache__"
+    if os.access(_PACKAGE, os.W_OK):
+        beside.mkdir(exist_ok=True)
+    if os.access(beside, os.W_OK):
+        return beside / name
+    return Path(tempfile.gettempdir()) / f"entrain_opt-{os.getuid()}" / name
