@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from entrain_opt.assigner import assign_microbatches, sample_work
 from entrain_opt.assigner.registry import find_policy
+from entrain_opt.assigner.statistics import assignment_statistics, media_seconds
 from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import AssignmentError, PlanError, ScheduleError
@@ -106,12 +107,8 @@ def draw_batches(samples: SampleTable, global_batch_size: int, num_batches: int,
 
 def microbatch_loads(costs: BatchCosts, assignment: Assignment, plan: Plan) -> MicrobatchLoads:
     """The loads of every microbatch of every replica."""
-    shape = plan.pipeline_shape
-    work = sample_work(costs, shape)
-    media_seconds = np.zeros(costs.num_media)
-    for encoder in range(shape.num_encoders):
-        media_seconds += work.media_stage_seconds[list(shape.stages_of_encoder(encoder))].mean(axis=0)
-    media_seconds = np.where(costs.has_media, media_seconds, 0.0)
+    work = sample_work(costs, plan.pipeline_shape)
+    encoder_seconds = media_seconds(work)
     media_replica = assignment.replica[costs.media_sample]
     media_waits = assignment.encoder_microbatch < assignment.llm_microbatch[costs.media_sample]
     sample_waits = np.zeros(costs.num_samples, dtype=bool)
@@ -126,8 +123,8 @@ def microbatch_loads(costs: BatchCosts, assignment: Assignment, plan: Plan) -> M
         )
 
     return MicrobatchLoads(
-        encoder=sums(media_replica, assignment.encoder_microbatch, media_seconds),
-        encoder_deferred=sums(media_replica, assignment.encoder_microbatch, media_seconds * media_waits),
+        encoder=sums(media_replica, assignment.encoder_microbatch, encoder_seconds),
+        encoder_deferred=sums(media_replica, assignment.encoder_microbatch, encoder_seconds * media_waits),
         llm=sums(assignment.replica, assignment.llm_microbatch, work.llm_seconds),
         llm_deferred=sums(assignment.replica, assignment.llm_microbatch, work.llm_seconds * sample_waits),
     )
@@ -258,15 +255,15 @@ class Bench:
         costs = self.batches[batch]
         assignment = self.assignment(batch, policy, count, cap_bytes=cap_bytes)
         timeline = self.timeline(batch, policy, schedule, count, cap_bytes=cap_bytes)
-        loads = microbatch_loads(costs, assignment, self.plan)
+        statistics = assignment_statistics(costs, assignment, self.plan.pipeline_shape)
         bound = work_bound(costs, assignment, self.plan.pipeline_shape)
         return {
             "step_seconds": timeline.makespan_seconds,
             "bubble_share": timeline.bubble_share,
             "times_bound": timeline.pipeline_seconds / bound if bound > 0 else 1.0,
-            "encoder_imbalance": _imbalance(loads.encoder),
-            "llm_imbalance": _imbalance(loads.llm),
-            "deferred_samples": float(len(assignment.deferred_samples(costs))),
+            "encoder_imbalance": statistics.encoder.max_over_mean,
+            "llm_imbalance": statistics.llm.max_over_mean,
+            "deferred_samples": float(statistics.deferred_samples),
             "peak_bytes": float(timeline.peak_bytes.max(initial=0.0)),
         }
 
@@ -275,9 +272,3 @@ def best_trial(trials: list[Trial]) -> int | None:
     """Index of the fastest trial that can run; the first of equals; None if none can."""
     runnable = [i for i, trial in enumerate(trials) if trial.can_run]
     return min(runnable, key=lambda i: trials[i].step_seconds, default=None)
-
-
-def _imbalance(loads: tuple[FloatArray, ...]) -> float:
-    every = np.concatenate(loads) if loads else np.zeros(0)
-    mean = float(every.mean()) if len(every) else 0.0
-    return float(every.max()) / mean if mean > 0 else 1.0

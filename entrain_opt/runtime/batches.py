@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from entrain_opt.assigner import assign_microbatches
+from entrain_opt.assigner.statistics import assignment_statistics
 from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.errors import WorkloadError
 from entrain_opt.plan import Plan
@@ -178,7 +179,7 @@ class RankBatchBuilder:
         holds_llm = any(stage in stages for stage in shape.stages_of_llm)
         first_encoder_stages = {shape.stages_of_encoder(e)[0]: e for e in range(shape.num_encoders)}
         mine = {first_encoder_stages[stage] for stage in stages if stage in first_encoder_stages}
-        encoder_loads, llm_loads = _loads(costs, assignment, self.replica)
+        spread = assignment_statistics(costs, assignment, shape, replica=self.replica)
         return RankBatch(
             actions=actions,
             sources={
@@ -198,8 +199,8 @@ class RankBatchBuilder:
             sample_ids=tuple(str(name) for name in table.sample_ids),
             num_tokens=int(table.total_tokens.sum()),
             deferred_samples=len(assignment.deferred_samples(costs)),
-            encoder_imbalance=_imbalance(encoder_loads),
-            llm_imbalance=_imbalance(llm_loads),
+            encoder_imbalance=spread.encoder.max_over_mean,
+            llm_imbalance=spread.llm.max_over_mean,
             assigner_seconds=assigner_seconds,
             digest=_digest(table, assignment, self.plan),
             device=torch.device("cpu"),
@@ -293,21 +294,6 @@ def _encoder_size(table: SampleTable, unit: EncoderUnit) -> EncoderSize:
         segment_patches=int(table.media_patches[unit.media[0]] // segments[0]),
         tokens=int(table.media_tokens[unit.media].sum()),
     )
-
-
-def _loads(costs: BatchCosts, assignment: Assignment, replica: int) -> tuple[np.ndarray, np.ndarray]:
-    """Encoder and language-model seconds of each microbatch of a replica."""
-    count = int(assignment.num_microbatches[replica])
-    mine = assignment.replica == replica
-    media = costs.has_media & mine[costs.media_sample]
-    encoder = np.bincount(assignment.encoder_microbatch[media], costs.encoder_seconds[media], minlength=count)
-    llm = np.bincount(assignment.llm_microbatch[mine], costs.llm_seconds[mine], minlength=count)
-    return encoder, llm
-
-
-def _imbalance(loads: np.ndarray) -> float:
-    """Largest over mean; 1 where there is no load."""
-    return float(loads.max() / loads.mean()) if len(loads) and loads.sum() > 0 else 1.0
 
 
 def _digest(table: SampleTable, assignment: Assignment, plan: Plan) -> int:
