@@ -34,6 +34,8 @@ from entrain_opt.assignment import IntArray
 _PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
 #: Start temperature of the annealing, as a part of the iteration time.
 START_TEMPERATURE = 0.003
+#: How many counts of microbatches are searched from, and their part of the budget before the best gets the rest.
+RIVALS, RIVALS_SHARE = 3, 0.5
 #: Budgets below this many evaluations have no room for the slower starts.
 _SMALL_BUDGET = 30
 
@@ -46,19 +48,61 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
         num_microbatches: the most to use, unless the memory caps need more; None leaves the number open.
         settings: schedule, budget and seed.
     """
-    evaluator = Evaluator(work, settings.schedule)
-    budget = settings.evaluations
-    best, best_seconds = None, math.inf
-    for start in _starts(work, num_microbatches, budget):
-        seconds = evaluator.seconds(start.placement(work))
-        if best is None or seconds < best_seconds:
-            best, best_seconds = start, seconds
-        if evaluator.evaluations >= budget:
+    search = _Search(work, settings)
+    tried: list[tuple[float, int, Layout]] = []
+    for start in _starts(work, num_microbatches, settings.evaluations):
+        tried.append((search.seconds(start), len(tried), start))
+        if search.left <= 0:
             break
-    assert best is not None
+    tried.sort(key=lambda entry: entry[:2])
+    best_seconds, _, best = tried[0]
     if work.num_samples > 1 and best_seconds < math.inf:
-        best = _anneal(work, evaluator, best, best_seconds, budget, random.Random(settings.seed))
+        rivals: dict[int, tuple[float, Layout]] = {}
+        for seconds, _, start in tried:
+            rivals.setdefault(start.count, (seconds, start))
+        chosen = list(rivals.values())[:RIVALS]
+        # Different numbers of microbatches are different valleys: each gets a part of the budget, the best the rest.
+        part = search.left * RIVALS_SHARE / len(chosen)
+        improved = [search.anneal(start, seconds, part) for seconds, start in chosen] if len(chosen) > 1 else chosen
+        best_seconds, best = min(improved, key=lambda entry: entry[0])
+        best_seconds, best = search.anneal(best, best_seconds, search.left)
     return best.placement(work)
+
+
+class _Search:
+    """Evaluations on a budget.
+
+    Attributes:
+        left: what may still be spent. An evaluation costs the microbatches that it plays, as a part of the samples.
+    """
+
+    def __init__(self, work: SampleWork, settings: SearchSettings) -> None:
+        self._work = work
+        self._evaluator = Evaluator(work, settings.schedule)
+        self._chance = random.Random(settings.seed)
+        self._moves = Moves(work, self._chance)
+        self.left = float(settings.evaluations)
+
+    def seconds(self, layout: Layout) -> float:
+        placement = layout.placement(self._work)
+        self.left -= placement.num_microbatches / self._work.num_samples
+        return self._evaluator.seconds(placement)
+
+    def anneal(self, start: Layout, seconds: float, budget: float) -> tuple[float, Layout]:
+        """Seconds and layout of the best found from a start with a part of the budget."""
+        current, current_seconds = start, seconds
+        best, best_seconds = start, seconds
+        first = self.left
+        while (spent := first - self.left) < budget:
+            temperature = START_TEMPERATURE * seconds * (1 - spent / budget)
+            candidate = self._moves.propose(current)
+            candidate_seconds = self.seconds(candidate)
+            worse = candidate_seconds - current_seconds
+            if worse <= 0 or self._chance.random() < math.exp(-worse / (temperature + 1e-300)):
+                current, current_seconds = candidate, candidate_seconds
+                if current_seconds < best_seconds:
+                    best, best_seconds = current, current_seconds
+        return best_seconds, best
 
 
 def _starts(work: SampleWork, num_microbatches: int | None, budget: int) -> Iterator[Layout]:
@@ -90,22 +134,3 @@ def _orders(work: SampleWork, microbatch: IntArray, count: int) -> Iterator[IntA
     place[rising[::-1]] = np.arange(count) * 0.6180339887498949 % 1
     yield np.argsort(place, kind="stable")
     yield np.argsort(encoder - llm, kind="stable")
-
-
-def _anneal(
-    work: SampleWork, evaluator: Evaluator, start: Layout, seconds: float, budget: int, chance: random.Random
-) -> Layout:
-    moves = Moves(work, chance)
-    current, current_seconds = start, seconds
-    best, best_seconds = start, seconds
-    first = evaluator.evaluations
-    while evaluator.evaluations < budget:
-        left = 1 - (evaluator.evaluations - first) / (budget - first)
-        candidate = moves.propose(current)
-        candidate_seconds = evaluator.seconds(candidate.placement(work))
-        worse = candidate_seconds - current_seconds
-        if worse <= 0 or chance.random() < math.exp(-worse / (START_TEMPERATURE * seconds * left + 1e-300)):
-            current, current_seconds = candidate, candidate_seconds
-            if current_seconds < best_seconds:
-                best, best_seconds = current, current_seconds
-    return best

@@ -13,6 +13,7 @@ from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns as c
+from entrain_opt.schedule.admission import guarded_stages
 from entrain_opt.schedule.orders import TIMED_ORDERS, stage_depths
 
 #: All work of a replica has this many ticks.
@@ -101,11 +102,7 @@ def _stages(shape: PipelineShape, order: str) -> IntArray:
     if order == "1f1b" or (order == "zero_bubble" and None in shape.stage_limits):
         stages[:, c.DEPTH] = stage_depths(shape)
     stages[:, c.GROUP] = [groups.index(group) for group in groups]
-    stages[:, c.GUARDED] = 0
-    for encoder in range(shape.num_encoders):
-        trained = [stage for stage in shape.stages_of_encoder(encoder) if shape.has_backward[stage]]
-        if trained and limits[trained[0]] is not None:
-            stages[trained[0], c.GUARDED] = 1
+    stages[:, c.GUARDED] = guarded_stages(shape, limits)
     return stages
 
 

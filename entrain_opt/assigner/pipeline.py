@@ -124,9 +124,12 @@ def iteration_ticks(
         stages, slots, first_llm, unit_of_media, media, unit_first, encoders, llm_unit, llm_microbatch, media_ticks,
         sample_ticks, stage_costs, settings,
     )  # fmt: skip
+    expected = 0
+    for slot in range(count):
+        expected += 1 + stages[slots[slot, STAGE], HAS_BACKWARD] + slots[slot, SPLIT]
     if settings[TIMED]:
-        _, _, _, end = play(rules, stages, slots, turns, links, turn_of_llm, durations, transfer)
-        return float(end.max())
+        orders, _, _, end = play(rules, stages, slots, turns, links, turn_of_llm, durations, transfer)
+        return float(end.max()) if len(orders) == expected else INFEASIBLE
     missing = np.ones(3 * count, dtype=np.int64)
     missing[: 2 * count] = 0
     for slot in range(count):
@@ -137,6 +140,8 @@ def iteration_ticks(
         rules, stages, slots, turns, links, turn_of_llm, np.ones(3 * count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
     )  # fmt: skip
+    if len(orders) != expected:
+        return INFEASIBLE
     times, _ = play_orders(
         stages, slots, links, orders, order_first, durations.astype(np.float64), transfer.astype(np.float64), missing
     )

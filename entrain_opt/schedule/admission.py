@@ -7,8 +7,9 @@
 - *Chunks*: where a rank holds several stages of a module, a limit on what is in flight in all of them is asked at the
   first one only; what has entered may go on.
 - *Memory*: a stage never holds more than its limit, except for one unit alone. At the first trained stage of an
-  encoder a unit is admitted only if, afterwards, the unfinished language-model microbatches can still be completed one
-  after the other in order (the banker's algorithm); later stages of that encoder hold a subset of what it holds.
+  encoder, and at later ones with a smaller limit, a unit is admitted only if, afterwards, the unfinished language-model
+  microbatches can still be completed one after the other in order (the banker's algorithm); the other stages of that
+  encoder hold a subset of what one of these holds.
   A language-model stage needs no such care: what it holds always runs on to the loss and comes back.
 
 Price: O(1) per question, O(microbatches in flight) where an encoder has a memory limit.
@@ -16,9 +17,11 @@ Price: O(1) per question, O(microbatches in flight) where an encoder has a memor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from entrain_opt.errors import ScheduleError
+from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.graph import WorkGraph
 
 
@@ -51,6 +54,18 @@ class Rule:
     weight_limit: int | None = None
     first: str = "alternate"
     phases: bool = False
+
+
+def guarded_stages(shape: PipelineShape, limits: list[int | None]) -> list[bool]:
+    """Per stage, whether it asks the banker's algorithm: where a limit is below those before it in its encoder."""
+    guarded = [False] * shape.num_stages
+    for encoder in range(shape.num_encoders):
+        smallest = math.inf
+        for stage in shape.stages_of_encoder(encoder):
+            limit = limits[stage]
+            if limit is not None and limit < smallest:
+                guarded[stage], smallest = True, limit
+    return guarded
 
 
 def check_limits(graph: WorkGraph, limits: list[int | None], amounts: list[int]) -> None:

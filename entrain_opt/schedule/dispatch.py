@@ -17,7 +17,7 @@ import numpy as np
 from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns
-from entrain_opt.schedule.admission import Rule, check_limits, module_turns
+from entrain_opt.schedule.admission import Rule, check_limits, guarded_stages, module_turns
 from entrain_opt.schedule.columns import NONE
 from entrain_opt.schedule.graph import WorkGraph
 from entrain_opt.schedule.kernel import IntArray, Pipeline, run_pipeline
@@ -133,20 +133,9 @@ def _stages(
     stages[:, columns.DEPTH] = _optional(rule.depth)
     stages[:, columns.ENTRY_LIMIT] = _optional(rule.entry_limit)
     stages[:, columns.GROUP] = [groups.index(group) for group in groups]
-    stages[:, columns.GUARDED] = _guarded(graph, limits)
+    stages[:, columns.GUARDED] = guarded_stages(shape, limits)
     stages[:, columns.TURN_FIRST], stages[:, columns.TURN_END] = turn_first[:-1], turn_first[1:]
     return stages
-
-
-def _guarded(graph: WorkGraph, limits: list[int | None]) -> IntArray:
-    """[stages] the first trained stage of each encoder that has a limit."""
-    shape = graph.shape
-    guarded = np.zeros(shape.num_stages, dtype=np.int64)
-    for encoder in range(shape.num_encoders):
-        trained = [stage for stage in shape.stages_of_encoder(encoder) if shape.has_backward[stage]]
-        if trained and limits[trained[0]] is not None:
-            guarded[trained[0]] = 1
-    return guarded
 
 
 def _array(values: Sequence[int]) -> IntArray:

@@ -73,6 +73,8 @@ IntArray = NDArray[np.int64]
 
 #: How many ready units of a stage are tried when memory refuses the first ones.
 CANDIDATES_PER_STAGE = 8
+#: Later than any tick.
+NEVER = 1 << 62
 
 
 class Pipeline(NamedTuple):
@@ -125,6 +127,7 @@ def play(
     rank_of_started, started = np.empty(3 * count, dtype=np.int64), np.empty(3 * count, dtype=np.int64)
     start, end = np.full(3 * count, -1, dtype=np.int64), np.full(3 * count, -1, dtype=np.int64)
     num_started = 0
+    finish = np.full(num_ranks, NEVER, dtype=np.int64)
     # Every arrival is a link; no more can be on their way.
     arrivals = np.empty((len(links) + 1, 2), dtype=np.int64)
     num_arrivals = 0
@@ -135,24 +138,24 @@ def play(
                 operation = _choose(rules, stages, slots, turns, links, ranks, queues, rank)
                 if operation != NONE:
                     ranks[rank, RUNNING] = operation
+                    finish[rank] = now + durations[operation]
                     start[operation] = now
-                    end[operation] = now + durations[operation]
+                    end[operation] = finish[rank]
                     rank_of_started[num_started] = rank
                     started[num_started] = operation
                     num_started += 1
             ranks[rank, TOUCHED] = 0
-        following = arrivals[0, 0] if num_arrivals else NONE
+        following = arrivals[0, 0] if num_arrivals else NEVER
         for rank in range(num_ranks):
-            operation = ranks[rank, RUNNING]
-            if operation != NONE and (following == NONE or end[operation] < following):
-                following = end[operation]
-        if following == NONE:
+            following = min(following, finish[rank])
+        if following == NEVER:
             break
         now = following
         for rank in range(num_ranks):
-            operation = ranks[rank, RUNNING]
-            if operation != NONE and end[operation] == now:
+            if finish[rank] == now:
+                operation = ranks[rank, RUNNING]
                 ranks[rank, RUNNING] = NONE
+                finish[rank] = NEVER
                 num_arrivals = _complete(
                     rules, stages, slots, turns, links, ranks, queues, turn_of_llm, operation, now, transfer, arrivals,
                     num_arrivals,
