@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from entrain_opt.assigner.auto import place_auto
+from entrain_opt.assigner.exact import place_exact
 from entrain_opt.assigner.joint import place_joint
 from entrain_opt.assigner.pairwise import place_pairwise
 from entrain_opt.assigner.peers import (
@@ -48,6 +49,7 @@ class Policy:
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "auto": Policy(split=split_jointly, search=place_auto),
+        "exact": Policy(split=split_jointly, search=place_exact),
         "joint": Policy(split=split_jointly, place=place_joint),
         "pairwise": Policy(split=split_by_llm_work, place=place_pairwise),
         "in_order": Policy(split=split_in_order, place=place_in_order),
