@@ -1,164 +1,267 @@
-"""How evenly, how fast: the assigner's policies on heavy-tailed multimodal data.
+"""How fast, how even: all policies on real multimodal data, under the same memory.
 
-    python benchmarks/assigner.py                      # synthetic samples, sizes drawn from log-normal distributions
-    python benchmarks/assigner.py a.parquet b.parquet  # traces with the columns sample_id, image_sizes, text_words
+    python benchmarks/assigner.py                                # the repository's trace, and synthetic samples
+    python benchmarks/assigner.py --traces DIR --plot docs/assigner.png
 
-For each data set the samples of one replica (128 in 32 microbatches by default) are drawn several times. Printed are
-means over the draws: standard deviation over microbatches and max/mean of the forward time of each module (the sum of
-its stages), the simulated iteration time and bubble, and the best of the milliseconds per call; then the milliseconds
-for splitting 4,096 samples over 32 replicas. A policy that uses fewer microbatches has larger ones, so compare max/mean
-as well as the deviation. Seconds come from counting the model's multiplications at a nominal speed, not from a
-measurement; stages are split between the modules in proportion to their work. All policies see the same samples in the
-same run.
+For each trace (and mixtures, where their parts are there), language-model size and draw of 128 samples, one replica of
+8 stages: the iteration time of each policy's assignment under `eager`, over what 1F1B would take if all work were even
+in 32 microbatches of 4 samples. Below 1 is possible: more microbatches, small ones first and last. `assigner_data.py`
+says how samples are sized and how much memory a stage has.
+
+Policies that search, and `dynapipe`, choose the number of microbatches; the others are asked for 32. For the spread of
+microbatches all are asked for 32; `pairwise` and the searches may use fewer, which are larger. Milliseconds are
+processor time of one thread, so run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
+from assigner_data import (
+    MODELS,
+    SAMPLES_PER_MICROBATCH,
+    Source,
+    make_sources,
+    read_model,
+    read_tables,
+    split_stages,
+    synthetic_table,
+    with_memory,
+)
 
-from entrain_opt import ModelSpec, PipelineShape, simulate
-from entrain_opt.assigner import POLICIES, assign_microbatches, sample_work, split_replicas
+from entrain_opt import PipelineShape
+from entrain_opt.assigner import POLICIES, Placement, assign_microbatches, sample_work, split_replicas
+from entrain_opt.assigner.evaluate import Evaluator
+from entrain_opt.assigner.settings import EFFORTS
+from entrain_opt.assigner.statistics import AssignmentStatistics, assignment_statistics
 from entrain_opt.assignment import Assignment, BatchCosts
-from entrain_opt.spec import ModuleSpec
-from entrain_opt.workload import SampleTable
-from entrain_opt.workload.media import MediaRule, media_rule
-from entrain_opt.workload.trace import read_trace
+from entrain_opt.errors import AssignmentError
+from entrain_opt.simulator.bounds import balanced_1f1b_seconds, work_bound
 
-Result = TypeVar("Result")
+TRACES = Path(__file__).parents[1] / "recipes" / "data" / "traces"
+SCHEDULE = "eager"
+BASELINE = "in_order"
+#: Beyond those that search: its answer includes the number of microbatches.
+CHOOSES_COUNT = ("dynapipe",)
+#: Where samples in order deviate by less than this part of the mean, nothing is there to level.
+EVEN = 0.1
 
-NOMINAL_FLOPS_PER_SECOND = 75e12
-HEADER = (
-    "policy", "microbatches", "encoder std ms", "max/mean", "LLM std ms", "max/mean", "deferred", "makespan s",
-    "bubble", "ms/call",
-)  # fmt: skip
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """A policy, and for one that searches, how long.
+
+    Attributes:
+        policy, effort: by name.
+        chooses_count: whether the number of microbatches is open.
+    """
+
+    policy: str
+    effort: str
+    chooses_count: bool
+
+    @property
+    def name(self) -> str:
+        return self.policy if self.effort == "default" else f"{self.policy}, {self.effort}"
+
+    def assign(self, costs: BatchCosts, shape: PipelineShape, num_microbatches: int | None) -> Assignment:
+        return assign_microbatches(
+            costs,
+            shape,
+            num_microbatches=num_microbatches,
+            policy=self.policy,
+            schedule=SCHEDULE,
+            effort=self.effort,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What became of one draw. Ratios are NaN where they do not exist.
+
+    Attributes:
+        over_balanced: iteration time over the evenly loaded 1F1B; infinite if there is no assignment or it cannot run.
+        over_bound: iteration time over what no schedule of this assignment can beat.
+        encoder_std, llm_std: deviation over 32 microbatches, as a part of that of samples in order.
+        milliseconds: processor time of the call.
+    """
+
+    source: str
+    model: str
+    trained: bool
+    contender: str
+    over_balanced: float
+    over_bound: float
+    encoder_std: float
+    llm_std: float
+    milliseconds: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="*", type=Path, help="trace Parquet files; none: synthetic samples")
-    parser.add_argument("--model", default="models/qwen2_5-vit-llama3_2-3b", help="model folder")
+    parser.add_argument(
+        "--traces", type=Path, help="folder of Parquet traces; default: the repository's, and synthetic"
+    )
+    parser.add_argument("--only", nargs="*", help="names of traces and mixtures; default: all")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="language-model sizes")
+    parser.add_argument("--policies", nargs="*", choices=list(POLICIES), default=list(POLICIES))
+    parser.add_argument("--efforts", nargs="*", choices=list(EFFORTS), default=["fast", "default"])
+    parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--stages", type=int, default=8)
-    parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument("--schedule", default="1f1b", help="order that is simulated; the paper's is 1f1b")
-    parser.add_argument("--frozen-encoder", action="store_true")
+    parser.add_argument("--plot", type=Path, help="write a picture of the iteration times here (needs chromium)")
     arguments = parser.parse_args()
-    model, rule = ModelSpec.from_pretrained(arguments.model), media_rule(arguments.model)
-    tables = {path.stem: read_trace(path, rule) for path in arguments.traces}
-    for name, table in (tables or {"synthetic (log-normal sizes)": synthetic_samples(rule)}).items():
-        report(name, batch_costs(table, model), arguments)
+    tables = read_tables(arguments.traces or TRACES)
+    if arguments.traces is None:
+        tables["synthetic"] = synthetic_table()
+    sources = [source for source in make_sources(tables) if not arguments.only or source.name in arguments.only]
+    contenders = make_contenders({BASELINE, *arguments.policies}, arguments.efforts)
+    warm_up(sources[0], contenders)
+    results: list[Result] = []
+    for source in sources:
+        started = time.perf_counter()
+        for model in arguments.models:
+            for trained in (True, False):
+                results += measure(source, model, contenders, arguments, trained=trained)
+        print(f"{source.name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    for trained in (True, False):
+        print_table([result for result in results if result.trained == trained], trained=trained)
+    print_split_table(sources[-1])
+    if arguments.plot:
+        from assigner_plot import plot_results
+
+        plot_results(results, arguments.plot)
 
 
-def report(name: str, costs: BatchCosts, arguments: argparse.Namespace) -> None:
-    shape = proportional_shape(costs, arguments.stages, trained=not arguments.frozen_encoder)
-    print(
-        f"\n{name}: {costs.num_samples} samples, {arguments.samples} at a time in {arguments.microbatches} "
-        f"microbatches, {shape.num_encoder_stages} encoder and {shape.llm_stages} LLM stages, mean of "
-        f"{arguments.draws} draws\n"
-    )
-    print("| " + " | ".join(HEADER) + " |\n|" + "---|" * len(HEADER))
-    for policy in POLICIES:
-        rows = []
-        for batch in draws(costs, arguments.samples, arguments.draws):
-            call = partial(assign_microbatches, batch, shape, num_microbatches=arguments.microbatches, policy=policy)
-            assignment, milliseconds = fastest(call)
-            rows.append(
-                [*balance(batch, assignment), *timing(batch, assignment, shape, arguments.schedule), milliseconds]
+def make_contenders(policies: Container[str], efforts: Iterable[str]) -> list[Contender]:
+    return [
+        Contender(policy=name, effort=effort, chooses_count=policy.search is not None or name in CHOOSES_COUNT)
+        for name, policy in POLICIES.items()
+        if name in policies
+        for effort in (efforts if policy.search else ("default",))
+    ]
+
+
+def warm_up(source: Source, contenders: list[Contender]) -> None:
+    """Load or compile what is compiled, so that the first measurement does not pay for it."""
+    model = read_model("3B")
+    (costs,) = source.draw(model, 16, 1, seed=0)
+    shape = with_memory(PipelineShape(), costs)
+    for contender in contenders:
+        contender.assign(costs, shape, 4)
+
+
+def measure(
+    source: Source, model_size: str, contenders: list[Contender], arguments: argparse.Namespace, *, trained: bool
+) -> list[Result]:
+    """All contenders on the same draws."""
+    model = read_model(model_size)
+    shape = split_stages(source, model, arguments.stages, trained=trained)
+    count = arguments.samples // SAMPLES_PER_MICROBATCH
+    (baseline,) = [contender for contender in contenders if contender.policy == BASELINE]
+    results = []
+    for costs in source.draw(model, arguments.samples, arguments.draws, seed=0):
+        limited = with_memory(shape, costs)
+        evaluator = Evaluator(sample_work(costs, limited), SCHEDULE)
+        balanced = balanced_1f1b_seconds(costs, limited, num_microbatches=count)
+        in_order = assignment_statistics(costs, baseline.assign(costs, limited, count), limited)
+        for contender in contenders:
+            started = time.process_time()
+            try:
+                assignment = contender.assign(costs, limited, None if contender.chooses_count else count)
+                milliseconds = 1e3 * (time.process_time() - started)
+                fixed = contender.assign(costs, limited, count) if contender.chooses_count else assignment
+            except AssignmentError as error:
+                print(f"{source.name}, {model_size}, {contender.name}: {error}", file=sys.stderr)
+                seconds, bound, milliseconds, spread = np.inf, 1.0, np.nan, (np.nan, np.nan)
+            else:
+                seconds, bound = evaluator.seconds(placement_of(assignment)), work_bound(costs, assignment, limited)
+                spread = ratios(assignment_statistics(costs, fixed, limited), in_order)
+            results.append(
+                Result(
+                    source=source.name,
+                    model=model_size,
+                    trained=trained,
+                    contender=contender.name,
+                    over_balanced=seconds / balanced,
+                    over_bound=seconds / bound,
+                    encoder_std=spread[0],
+                    llm_std=spread[1],
+                    milliseconds=milliseconds,
+                )
             )
-        means = [*np.mean(rows, axis=0)[:-1], np.min(rows, axis=0)[-1]]
-        print(f"| {policy} | " + " | ".join(f"{value:.3g}" for value in means) + " |")
-    (large,) = draws(costs, 4096, 1)
-    work = sample_work(large, shape)
+    return results
+
+
+def placement_of(assignment: Assignment) -> Placement:
+    """The only replica's."""
+    return Placement(
+        encoder_microbatch=assignment.encoder_microbatch,
+        llm_microbatch=assignment.llm_microbatch,
+        num_microbatches=int(assignment.num_microbatches[0]),
+    )
+
+
+def ratios(found: AssignmentStatistics, in_order: AssignmentStatistics) -> tuple[float, float]:
+    """Deviations over those of samples in order; NaN where these are even already."""
+    encoder, llm = (
+        mine.std_seconds / theirs.std_seconds if theirs.coefficient_of_variation > EVEN else float("nan")
+        for mine, theirs in ((found.encoder, in_order.encoder), (found.llm, in_order.llm))
+    )
+    return encoder, llm
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of those that exist; NaN without any."""
+    numbers = np.array([value for value in values if not np.isnan(value)])
+    return float(np.exp(np.log(np.maximum(numbers, 1e-6)).mean())) if len(numbers) else float("nan")
+
+
+def print_table(results: list[Result], *, trained: bool) -> None:
+    """One column per policy; rows are geometric means over the draws of a trace, then over everything."""
+    names = list(dict.fromkeys(result.contender for result in results))
+    sources, models = ({getattr(r, field): None for r in results} for field in ("source", "model"))
+    print(f"\n{'Trained' if trained else 'Frozen'} encoder: iteration time over the evenly loaded 1F1B\n")
+    print(f"| data | {' | '.join(names)} |\n|---|" + "---|" * len(names))
+
+    def row(title: str, field: str = "over_balanced", **only: str) -> None:
+        cells = []
+        for name in names:
+            mine = [r for r in results if r.contender == name and all(getattr(r, k) == v for k, v in only.items())]
+            cells.append(f"{geometric_mean(getattr(r, field) for r in mine):.3f}")
+        print(f"| {title} | {' | '.join(cells)} |")
+
+    for source in sources:
+        row(source, source=source)
+    for model in models:
+        row(f"**geometric mean, {model}**", model=model)
+    row("**geometric mean**")
+    row("over the work bound", "over_bound")
+    row("encoder deviation over in_order's", "encoder_std")
+    row("LLM deviation over in_order's", "llm_std")
+    medians = [np.nanmedian([r.milliseconds for r in results if r.contender == name]) for name in names]
+    print(f"| ms per call, median | {' | '.join(f'{median:.1f}' for median in medians)} |")
+
+
+def print_split_table(source: Source, num_samples: int = 4096, num_replicas: int = 32) -> None:
+    """What the split over replicas costs; the fastest of three calls."""
+    (costs,) = source.draw(read_model("3B"), num_samples, 1, seed=0)
+    work, cells = sample_work(costs, PipelineShape(encoder_stages=3, llm_stages=5)), []
     for policy in POLICIES:
-        _, milliseconds = fastest(partial(split_replicas, work, num_replicas=32, policy=policy))
-        print(f"4,096 samples over 32 replicas, {policy}: {milliseconds:.3g} ms")
-
-
-def balance(costs: BatchCosts, assignment: Assignment) -> list[float]:
-    """Microbatches, then spread of each module over them, then the share of samples deferred."""
-    count = int(assignment.num_microbatches[0])
-    placed = assignment.encoder_microbatch >= 0
-    encoder = np.bincount(assignment.encoder_microbatch[placed], weights=costs.encoder_seconds[placed], minlength=count)
-    llm = np.bincount(assignment.llm_microbatch, weights=costs.llm_seconds, minlength=count)
-    spread = [number for load in (encoder, llm) for number in (1e3 * load.std(), load.max() / load.mean())]
-    return [count, *spread, len(assignment.deferred_samples(costs)) / costs.num_samples]
-
-
-def timing(costs: BatchCosts, assignment: Assignment, shape: PipelineShape, schedule: str) -> list[float]:
-    timeline = simulate(costs, assignment, shape, schedule=schedule)
-    return [timeline.makespan_seconds, timeline.bubble_share]
-
-
-def fastest(call: Callable[[], Result], repeats: int = 3) -> tuple[Result, float]:
-    """The result and the milliseconds of the fastest call."""
-    best = np.inf
-    for _ in range(repeats):
-        start = time.perf_counter()
-        result = call()
-        best = min(best, time.perf_counter() - start)
-    return result, 1e3 * best
-
-
-def draws(costs: BatchCosts, size: int, count: int) -> Iterator[BatchCosts]:
-    """Random batches; small data sets are drawn from with repetition."""
-    generator = np.random.default_rng(0)
-    for _ in range(count):
-        yield costs.take(generator.choice(costs.num_samples, size, replace=size > costs.num_samples))
-
-
-def proportional_shape(costs: BatchCosts, num_stages: int, *, trained: bool) -> PipelineShape:
-    """Stages in proportion to forward plus backward work, at least one each."""
-    encoder, llm = costs.encoder_seconds.sum() * (3 if trained else 1), costs.llm_seconds.sum() * 3
-    encoder_stages = int(np.clip(round(num_stages * encoder / (encoder + llm)), 1, num_stages - 1))
-    return PipelineShape(encoder_stages=encoder_stages, llm_stages=num_stages - encoder_stages, encoder_trained=trained)
-
-
-def batch_costs(table: SampleTable, model: ModelSpec) -> BatchCosts:
-    """Forward seconds by counting multiplications."""
-    encoder, tokens = model.encoders[0], table.total_tokens
-    return BatchCosts(
-        encoder_seconds=forward_seconds(encoder, table.media_patches, table.media_patches / table.media_segments),
-        llm_seconds=forward_seconds(model.llm, tokens, tokens / 2),  # causal: half of the keys on average
-        encoder_patches=table.media_patches,
-        llm_tokens=tokens,
-        media_offsets=table.media_offsets,
-        media_tokens=table.media_tokens,
-    )
-
-
-def forward_seconds(module: ModuleSpec, tokens: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    width = module.num_attention_heads * module.head_size
-    matrices = module.num_layers * module.layer_parameters + module.output_parameters
-    return (2 * matrices * tokens + 4 * module.num_layers * width * tokens * keys) / NOMINAL_FLOPS_PER_SECOND
-
-
-def synthetic_samples(rule: MediaRule, count: int = 8192) -> SampleTable:
-    """0 to 3 images per sample of 0.5 megapixels in the median and texts of 120 tokens, both with a heavy tail."""
-    generator = np.random.default_rng(0)
-    media_counts = generator.choice([0, 1, 2, 3], size=count, p=[0.1, 0.7, 0.15, 0.05])
-    pixels = np.minimum(5e5 * np.exp(1.1 * generator.standard_normal(media_counts.sum())), 2.5e7)
-    aspect = np.exp(0.4 * generator.standard_normal(len(pixels)))
-    sides = np.sqrt([pixels * aspect, pixels / aspect]).astype(int) + 1
-    sizes = [rule.image(width, height) for width, height in sides.T.tolist()]
-    text = np.ceil(120 * np.exp(1.2 * generator.standard_normal(count))).astype(np.int64)
-    return SampleTable(
-        sample_ids=np.arange(count).astype(np.str_),
-        text_tokens=text,
-        label_tokens=np.maximum(text // 2, 1),
-        media_offsets=np.concatenate([[0], np.cumsum(media_counts)]),
-        media_kind=np.zeros(len(sizes), dtype=np.int64),
-        media_patches=np.array([size.patches for size in sizes]),
-        media_segments=np.array([size.segments for size in sizes]),
-        media_tokens=np.array([size.tokens for size in sizes]),
-    )
+        times = []
+        for _ in range(3):
+            started = time.process_time()
+            split_replicas(work, num_replicas=num_replicas, policy=policy)
+            times.append(1e3 * (time.process_time() - started))
+        cells.append(f"{min(times):.1f}")
+    print(f"\n| {' | '.join(['', *POLICIES])} |\n|---|" + "---|" * len(POLICIES))
+    print(f"| {num_samples:,} samples over {num_replicas} replicas, ms | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
