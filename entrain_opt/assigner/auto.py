@@ -34,8 +34,8 @@ from entrain_opt.assignment import IntArray
 _PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
 #: Start temperature of the annealing, as a part of the iteration time.
 START_TEMPERATURE = 0.003
-#: How many counts of microbatches are searched from, and their part of the budget before the best gets the rest.
-RIVALS, RIVALS_SHARE = 3, 0.5
+#: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
+FEW, FEW_SHARE = 0.4, 0.65
 #: Budgets below this many evaluations have no room for the slower starts.
 _SMALL_BUDGET = 30
 
@@ -57,14 +57,12 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
     tried.sort(key=lambda entry: entry[:2])
     best_seconds, _, best = tried[0]
     if work.num_samples > 1 and best_seconds < math.inf:
-        rivals: dict[int, tuple[float, Layout]] = {}
-        for seconds, _, start in tried:
-            rivals.setdefault(start.count, (seconds, start))
-        chosen = list(rivals.values())[:RIVALS]
-        # Different numbers of microbatches are different valleys: each gets a part of the budget, the best the rest.
-        part = search.left * RIVALS_SHARE / len(chosen)
-        improved = [search.anneal(start, seconds, part) for seconds, start in chosen] if len(chosen) > 1 else chosen
-        best_seconds, best = min(improved, key=lambda entry: entry[0])
+        # Fewer microbatches are cheaper to play, so more changes are tried; the best of all gets the rest.
+        few = [entry for entry in tried if entry[2].count <= FEW * work.num_samples]
+        if few and few[0][2] is not best:
+            few_seconds, few_best = search.anneal(few[0][2], few[0][0], search.left * FEW_SHARE)
+            if few_seconds < best_seconds:
+                best_seconds, best = few_seconds, few_best
         best_seconds, best = search.anneal(best, best_seconds, search.left)
     return best.placement(work)
 

@@ -47,7 +47,7 @@ class Evaluator:
         self._has_media = costs.has_media
         rows = np.flatnonzero(self._has_media)
         columns = (stages.forward_seconds, stages.backward_seconds, stages.send_seconds)
-        media_ticks = np.array([[self._ticks(a[rows]) for a in kind[:first_llm]] for kind in columns])
+        media_ticks = np.array([[self._ticks(a[rows]) for a in kind[:first_llm]] for kind in columns], dtype=np.int64)
         stage_costs = np.zeros((shape.num_stages, 4), dtype=np.int64)
         stage_costs[:, p.FIXED_FORWARD] = self._ticks(fixed[0])
         stage_costs[:, p.FIXED_BACKWARD] = self._ticks(fixed[1])

@@ -4,8 +4,8 @@
 2. Otherwise the pipeline becomes a CP-SAT model (`exact_model.py`) with that answer, and the times of its schedule, as
    a hint. Few samples in few microbatches are solved to proven optimality; larger problems are searched in a
    neighbourhood of the hint (`exact_scope.py`); above `MAX_INTERVALS` the hint stands.
-3. Every better solution that the solver meets is scored by the schedule that will run it, as the search scores its own.
-   That schedule may be slower than the solver's, which may pick the order on every rank.
+3. Every better solution that the solver meets is scored by the schedule that will run it, as the search scores its
+   own, after swaps of its microbatches. That schedule may be slower than the solver's, which picks orders freely.
 
 Promise: never slower than the hint under `settings.schedule`; memory caps kept; one worker, a seed and a limit in
 deterministic time, so every rank gets the same answer, unless a wall-clock limit stops it earlier. Price: the limit.
@@ -13,9 +13,11 @@ deterministic time, so every rank gets the same answer, unless a wall-clock limi
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 from entrain_opt.assigner.auto import place_auto
 from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.exact_scope import MAX_INTERVALS, Scope, choose_scope, hint_times, to_ticks
+from entrain_opt.assigner.moves import Layout
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.errors import SolverError
@@ -32,8 +35,12 @@ from entrain_opt.errors import SolverError
 TOLERANCE = 0.03
 #: Deterministic seconds of the solver, by effort; one is 5 to 15 seconds of one core for these models.
 DETERMINISTIC_LIMITS: Mapping[str, float] = MappingProxyType({"fast": 0.01, "default": 0.02, "thorough": 1.0})
+#: Swaps of microbatches that are tried on each solution.
+MAX_SWAPS = 100
 #: Wall-clock seconds kept back for reading the answer, and below which no solver is started.
 _MARGIN_SECONDS = 0.05
+#: What building a model and loading the solver's library may take on a busy machine, where a wall-clock limit is given.
+_INTERVALS_PER_SECOND, _LOADING_SECONDS = 2000, 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +75,8 @@ def place_exact(work: SampleWork, num_microbatches: int | None, settings: Search
         settings: schedule, effort and seed, of both.
     """
     hint = place_auto(work, num_microbatches, settings)
+    if work.num_samples == 1:
+        return hint
     seconds = Evaluator(work, settings.schedule).seconds(hint)
     if seconds <= (1 + TOLERANCE) * work_seconds(work) or not np.isfinite(seconds):
         return hint
@@ -118,7 +127,7 @@ def solve_exact(
     best = _Best(work, settings, hint)
     bound = work_seconds(work)
     scope = choose_scope(work, num_microbatches, hint)
-    if best.seconds <= 0 or not np.isfinite(best.seconds) or _num_intervals(work, scope) > MAX_INTERVALS:
+    if best.seconds <= 0 or not np.isfinite(best.seconds) or _num_intervals(work, scope) > _most_intervals(stop):
         return best.result(bound, np.inf, "hint")
 
     from entrain_opt.assigner.exact_model import PipelineModel
@@ -132,17 +141,36 @@ def solve_exact(
     return _solve(built, scope, best, bound, settings, ticks, deterministic_limit, stop)
 
 
+def _most_intervals(stop: float | None) -> float:
+    """How many intervals there is time to build."""
+    if stop is None:
+        return MAX_INTERVALS
+    loading = 0.0 if "ortools.sat.python.cp_model" in sys.modules else _LOADING_SECONDS
+    left = stop - time.monotonic() - loading - _MARGIN_SECONDS
+    return min(MAX_INTERVALS, left * _INTERVALS_PER_SECOND)
+
+
 class _Best:
     """The best placement so far, under the schedule that will run it."""
 
     def __init__(self, work: SampleWork, settings: SearchSettings, hint: Placement) -> None:
-        self._evaluator = Evaluator(work, settings.schedule)
+        self._work, self._evaluator = work, Evaluator(work, settings.schedule)
         self.placement, self.seconds = hint, self._evaluator.seconds(hint)
 
     def offer(self, placement: Placement) -> None:
-        seconds = self._evaluator.seconds(placement)
+        """Take it if it is better, after swaps of its microbatches: the solver's order on the ranks is not an index."""
+        layout, seconds = Layout.of(placement), self._evaluator.seconds(placement)
+        swaps = list(combinations(range(layout.count), 2))
+        # Swaps go round and round until none of the last round helped.
+        since, turn, left = 0, 0, MAX_SWAPS
+        while since < len(swaps) and left:
+            swapped = _swapped(self._work, layout, *swaps[turn % len(swaps)])
+            swapped_seconds = self._evaluator.seconds(swapped.placement(self._work))
+            since, turn, left = since + 1, turn + 1, left - 1
+            if swapped_seconds < seconds:
+                layout, seconds, since = swapped, swapped_seconds, 0
         if seconds < self.seconds:
-            self.placement, self.seconds = placement, seconds
+            self.placement, self.seconds = layout.placement(self._work), seconds
 
     def result(self, bound_seconds: float, model_seconds: float, status: str) -> ExactResult:
         bound_seconds = min(bound_seconds, self.seconds)
@@ -151,6 +179,14 @@ class _Best:
             placement=self.placement, seconds=self.seconds, model_seconds=model_seconds, bound_seconds=bound_seconds,
             gap=gap, status=status,
         )  # fmt: skip
+
+
+def _swapped(work: SampleWork, layout: Layout, first: int, second: int) -> Layout:
+    place = np.arange(layout.count)
+    place[first], place[second] = second, first
+    llm = place[layout.llm]
+    media = np.minimum(place[layout.media], llm[work.costs.media_sample])
+    return Layout(media=media, llm=llm, count=layout.count)
 
 
 def _num_intervals(work: SampleWork, scope: Scope) -> int:

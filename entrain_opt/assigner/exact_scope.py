@@ -24,9 +24,9 @@ from entrain_opt.schedule.work import EncoderUnit, LlmUnit, replica_work
 #: Resolution: the hint's makespan has about this many ticks.
 TICKS = 1 << 20
 #: A scope is complete up to this many microbatches and choices of pieces and samples.
-COMPLETE_MICROBATCHES, COMPLETE_CHOICES = 4, 160
+COMPLETE_MICROBATCHES, COMPLETE_CHOICES = 4, 60
 #: How far a sample moves from the hint, and how far ahead its media may be encoded, in narrowed scopes.
-WINDOW, DEFERRAL = 2, 1
+WINDOW, DEFERRAL = 3, 2
 #: Choices in a narrowed scope, and intervals above which no model is built.
 MAX_CHOICES, MAX_INTERVALS = 1200, 4000
 

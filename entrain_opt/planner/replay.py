@@ -113,7 +113,13 @@ class Replayer:
     def _replica(self, costs: BatchCosts, plan: Plan) -> tuple[Timeline, int]:
         shape = plan.pipeline_shape
         assignment = assign_microbatches(
-            costs, shape, num_replicas=1, num_microbatches=plan.num_microbatches, policy=plan.policy
+            costs,
+            shape,
+            num_replicas=1,
+            num_microbatches=plan.num_microbatches,
+            policy=plan.policy,
+            schedule=plan.schedule,
+            effort="fast",  # Many plans are compared; training itself searches longer.
         )
         trained = [
             self.costs.model.module(stage.module).trained or self.costs.model.module(stage.module).output_trained

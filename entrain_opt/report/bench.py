@@ -180,6 +180,7 @@ class Bench:
                 num_replicas=self.plan.degrees.data,
                 num_microbatches=count,
                 policy=policy,
+                schedule=self.plan.schedule,
             )
         return self._assigned[key]
 

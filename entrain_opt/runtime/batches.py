@@ -170,6 +170,7 @@ class RankBatchBuilder:
             num_replicas=self.plan.degrees.data,
             num_microbatches=self.plan.num_microbatches,
             policy=self.plan.policy,
+            schedule=self.plan.schedule,
         )
         work = replica_work(costs, assignment, shape, self.replica)
         schedule = schedule_replica(work, shape, order=self.plan.schedule, costs=costs)

@@ -247,6 +247,15 @@ def test_improves_a_poor_hint():
     assert found.seconds < 0.8 * Evaluator(work, "eager").seconds(hint)
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_six_samples_in_three_microbatches_are_proven(shape):
+    work = random_work(4, 6, shape)
+    found = solve_exact(work, 3, FAST, hint=place_joint(work, 3), deterministic_limit=60.0)
+    assert found.status == "optimal"
+    assert found.bound_seconds == pytest.approx(found.model_seconds, rel=1e-3)
+    assert found.model_seconds <= found.seconds * (1 + 1e-4)
+
+
 def test_split_media_and_several_encoders_are_modelled():
     costs = BatchCosts(
         encoder_seconds=[3.0, 1.0, 2.0, 4.0, 1.0],

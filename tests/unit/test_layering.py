@@ -12,7 +12,7 @@ import entrain_opt
 ROOT = Path(entrain_opt.__file__).parent
 # Top to bottom: a part imports only what stands before it.
 ORDER = [
-    "errors", "units", "spec", "workload", "plan", "assignment", "cost", "schedule", "simulator", "assigner", "planner",
+    "errors", "units", "compiled", "spec", "workload", "plan", "assignment", "cost", "schedule", "simulator", "assigner", "planner",
     "report", "runtime", "lightning", "cli",
 ]  # fmt: skip
 TORCH_SIDE = {"runtime", "lightning", "cli"}
