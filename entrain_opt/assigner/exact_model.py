@@ -9,7 +9,7 @@ no microbatch empty before one that is used. Objective: the end of the last inte
 In a complete scope the ranks' orders are free, so no schedule of any placement ends before the optimum. In a narrowed
 one the language model's stages run in index order wherever the hint does, which loses little and saves much.
 
-Price: about 20 us per variable and constraint to build.
+Price: about 0.2 ms per interval to build; 116 intervals for 16 samples in 8 microbatches on 4 stages.
 """
 
 from __future__ import annotations
