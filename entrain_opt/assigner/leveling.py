@@ -33,6 +33,7 @@ def place_greedily(
         limits: [2] most of each amount in a microbatch.
     """
     sums, held = np.zeros((num_microbatches, 2)), np.zeros((num_microbatches, 2))
+    sizes = np.zeros(num_microbatches, dtype=np.int64)
     microbatch = np.full(len(order), -1, dtype=np.int64)
     for item in order:
         best, best_peak, best_sum = -1, np.inf, np.inf
@@ -41,12 +42,16 @@ def place_greedily(
                 continue
             peak = max(sums[m, 0] + loads[item, 0], sums[m, 1] + loads[item, 1])
             total = sums[m, 0] + sums[m, 1]
-            if peak < best_peak - EPSILON or (peak < best_peak + EPSILON and total < best_sum - EPSILON):
-                best, best_peak, best_sum = m, peak, total
+            if best >= 0 and peak > best_peak - EPSILON:
+                lighter = total < best_sum - EPSILON or (total < best_sum + EPSILON and sizes[m] < sizes[best])
+                if peak > best_peak + EPSILON or not lighter:
+                    continue
+            best, best_peak, best_sum = m, peak, total
         if best >= 0:
             microbatch[item] = best
             sums[best] += loads[item]
             held[best] += amounts[item]
+            sizes[best] += 1
     return microbatch
 
 
