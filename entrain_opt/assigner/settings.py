@@ -10,7 +10,7 @@ from entrain_opt.errors import AssignmentError
 from entrain_opt.schedule.orders import ORDERS
 
 #: Placements that are played through per replica.
-EFFORTS: Mapping[str, int] = MappingProxyType({"fast": 12, "default": 160, "thorough": 4000})
+EFFORTS: Mapping[str, int] = MappingProxyType({"fast": 9, "default": 110, "thorough": 4000})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

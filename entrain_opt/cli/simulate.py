@@ -26,7 +26,9 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Draw global batches of a recipe's data, assign and simulate them under each policy and schedule.",
     )
     parser.add_argument("--config", required=True, metavar="RECIPE", help="recipe (YAML)")
-    parser.add_argument("--policies", metavar="A,B", help="policies to compare (default: all but exact, which takes seconds a batch)")
+    parser.add_argument(
+        "--policies", metavar="A,B", help="policies to compare (default: all but exact, which takes seconds a batch)"
+    )
     parser.add_argument("--schedules", metavar="X,Y", help="schedules to compare (default: all but search)")
     parser.add_argument("--batches", type=int, default=4, metavar="N", help="global batches to draw (default: 4)")
     parser.add_argument("--seed", type=int, help="of the draws (default: the recipe's, which the planner draws with)")
