@@ -12,8 +12,8 @@ import entrain_opt
 ROOT = Path(entrain_opt.__file__).parent
 # Top to bottom: a part imports only what stands before it.
 ORDER = [
-    "errors", "units", "compiled", "spec", "workload", "plan", "assignment", "cost", "schedule", "simulator", "assigner",
-    "planner", "report", "runtime", "lightning", "cli",
+    "errors", "units", "compiled", "spec", "workload", "plan", "assignment", "cost", "schedule", "simulator",
+    "assigner", "planner", "report", "runtime", "lightning", "cli",
 ]  # fmt: skip
 TORCH_SIDE = {"runtime", "lightning", "cli"}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
