@@ -13,8 +13,10 @@ from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns as c
-from entrain_opt.schedule.admission import guarded_stages
-from entrain_opt.schedule.orders import TIMED_ORDERS, stage_depths
+from entrain_opt.schedule.dispatch import pipeline_arrays
+from entrain_opt.schedule.graph import work_graph
+from entrain_opt.schedule.orders import TIMED_ORDERS, fixed_rule, memory_limits
+from entrain_opt.schedule.work import ReplicaWork
 
 #: All work of a replica has this many ticks.
 TICKS = 1 << 40
@@ -53,6 +55,10 @@ class Evaluator:
         stage_costs[:, p.FIXED_BACKWARD] = self._ticks(fixed[1])
         stage_costs[:, p.FIXED_TRANSFER] = self._ticks(np.full(shape.num_stages, stages.send_fixed_seconds))
         stage_costs[:, p.WEIGHT_PERMILLE] = np.rint(1000 * np.array(stages.weight_gradient_share))
+        # The order's rule and the stages' limits are those of every schedule; units come with each placement.
+        no_units = work_graph(ReplicaWork(encoder_units=(), llm_units=(), num_microbatches=0), shape)
+        limits, _ = memory_limits(no_units, costs)
+        template = pipeline_arrays(no_units, fixed_rule(no_units, order), limits, [])
         self._arguments = (
             np.column_stack([costs.media_sample[rows], costs.encoder_index[rows], costs.patches[rows]]).astype(
                 np.int64
@@ -62,8 +68,8 @@ class Evaluator:
             np.array([[self._ticks(a) for a in kind[first_llm:]] for kind in columns]),
             stage_costs,
             _encoders(shape),
-            _stages(shape, order),
-            _rules(shape, order),
+            template.stages,
+            template.rules,
             _settings(shape, order),
         )
 
@@ -88,34 +94,6 @@ def _encoders(shape: PipelineShape) -> IntArray:
         stages = shape.stages_of_encoder(encoder)
         encoders[encoder] = stages[0], len(stages), shape.encoder_has_backward(encoder)
     return encoders
-
-
-def _stages(shape: PipelineShape, order: str) -> IntArray:
-    """What `play` needs to know of the stages, apart from slots and turns."""
-    encoders = [shape.encoder_of_stage(stage) for stage in range(shape.num_stages)]
-    groups = list(zip(shape.ranks_of_stages, encoders, strict=True))
-    limits = [limit if has else None for limit, has in zip(shape.stage_limits, shape.has_backward, strict=True)]
-    stages = np.full((shape.num_stages, c.STAGE_COLUMNS), c.NONE, dtype=np.int64)
-    stages[:, c.RANK] = shape.ranks_of_stages
-    stages[:, c.HAS_BACKWARD] = shape.has_backward
-    stages[:, c.LIMIT] = [c.NONE if limit is None else limit for limit in limits]
-    if order == "1f1b" or (order == "zero_bubble" and None in shape.stage_limits):
-        stages[:, c.DEPTH] = stage_depths(shape)
-    stages[:, c.GROUP] = [groups.index(group) for group in groups]
-    stages[:, c.GUARDED] = guarded_stages(shape, limits)
-    return stages
-
-
-def _rules(shape: PipelineShape, order: str) -> IntArray:
-    rules = np.zeros(c.NUM_RULES, dtype=np.int64)
-    rules[c.FIRST] = c.FORWARD_FIRST if order == "gpipe" else c.ALTERNATE
-    limited = None not in shape.stage_limits
-    rules[c.WEIGHT_LIMIT] = max(stage_depths(shape)) if order == "zero_bubble" and not limited else c.NONE
-    held = [limit for limit, has in zip(shape.stage_limits, shape.has_backward, strict=True) if has]
-    rules[c.PHASES] = order == "gpipe" and all(limit is None for limit in held)
-    rules[c.FIRST_LLM_STAGE] = shape.num_encoder_stages
-    rules[c.NUM_RANKS] = shape.num_ranks
-    return rules
 
 
 def _settings(shape: PipelineShape, order: str) -> IntArray:
