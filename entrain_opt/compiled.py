@@ -33,6 +33,20 @@ def compiled(function: Function) -> Function:
         config.CACHE_DIR = before
 
 
+def borrowing(function: Function) -> Function:
+    """`compiled` for a function that makes no arrays, only works on those it is given.
+
+    Numba counts references to arrays with atomic operations wherever one is bound to another name, as `inlined`
+    functions do with each of their arguments. Here there is nothing to count, which halves the time of small steps.
+    """
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_dir())
+    try:
+        return njit(cache=True, _nrt=False)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
 def inlined(function: Function) -> Function:
     """Compile into every caller: for a function with one caller, whose many arrays would cost more than its work."""
     return njit(inline="always")(function)

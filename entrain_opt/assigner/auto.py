@@ -16,16 +16,16 @@ are counts of evaluations). Price: `SearchSettings.evaluations` evaluations (`pi
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 
 import numpy as np
 
 from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.joint import level_jointly, normalised_loads, place_joint
-from entrain_opt.assigner.moves import Layout, Moves
+from entrain_opt.assigner.layout import Layout
 from entrain_opt.assigner.pairwise import place_pairwise
 from entrain_opt.assigner.peers import place_in_order, place_karmarkar_karp
+from entrain_opt.assigner.random_numbers import random_state
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import IntArray
@@ -37,7 +37,7 @@ START_TEMPERATURE = 0.003
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
 FEW, FEW_SHARE = 0.4, 0.65
 #: Budgets below this many evaluations have no room for the slower starts.
-_SMALL_BUDGET = 30
+_SMALL_BUDGET = 100
 
 
 def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchSettings) -> Placement:
@@ -48,7 +48,7 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
         num_microbatches: the most to use, unless the memory caps need more; None leaves the number open.
         settings: schedule, budget and seed.
     """
-    search = _Search(work, settings)
+    search = _Search(work, num_microbatches, settings)
     tried: list[tuple[float, int, Layout]] = []
     for start in _starts(work, num_microbatches, settings.evaluations):
         tried.append((search.seconds(start), len(tried), start))
@@ -74,11 +74,11 @@ class _Search:
         left: what may still be spent. An evaluation costs the microbatches that it plays, as a part of the samples.
     """
 
-    def __init__(self, work: SampleWork, settings: SearchSettings) -> None:
+    def __init__(self, work: SampleWork, num_microbatches: int | None, settings: SearchSettings) -> None:
         self._work = work
+        self._most = work.num_samples if num_microbatches is None else num_microbatches
         self._evaluator = Evaluator(work, settings.schedule)
-        self._chance = random.Random(settings.seed)
-        self._moves = Moves(work, self._chance)
+        self._state = random_state(settings.seed)
         self.left = float(settings.evaluations)
 
     def seconds(self, layout: Layout) -> float:
@@ -88,18 +88,15 @@ class _Search:
 
     def anneal(self, start: Layout, seconds: float, budget: float) -> tuple[float, Layout]:
         """Seconds and layout of the best found from a start with a part of the budget."""
-        current, current_seconds = start, seconds
-        best, best_seconds = start, seconds
-        first = self.left
-        while (spent := first - self.left) < budget:
-            temperature = START_TEMPERATURE * seconds * (1 - spent / budget)
-            candidate = self._moves.propose(current)
-            candidate_seconds = self.seconds(candidate)
-            worse = candidate_seconds - current_seconds
-            if worse <= 0 or self._chance.random() < math.exp(-worse / (temperature + 1e-300)):
-                current, current_seconds = candidate, candidate_seconds
-                if current_seconds < best_seconds:
-                    best, best_seconds = current, current_seconds
+        best_seconds, best, spent = self._evaluator.anneal(
+            start,
+            seconds,
+            most=self._most,
+            temperature_seconds=START_TEMPERATURE * seconds,
+            budget=budget,
+            state=self._state,
+        )
+        self.left -= spent
         return best_seconds, best
 
 

@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrain_opt.assigner import pipeline_columns as p
+from entrain_opt.assigner.annealing import anneal
+from entrain_opt.assigner.joint import normalised_loads
+from entrain_opt.assigner.layout import Layout
 from entrain_opt.assigner.pipeline import INFEASIBLE, iteration_ticks
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
@@ -72,6 +76,9 @@ class Evaluator:
             template.rules,
             _settings(shape, order),
         )
+        self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
+        weights = np.sqrt(normalised_loads(work).max(axis=1))
+        self._cumulated = np.cumsum(weights if weights.any() else np.ones(work.num_samples))
 
     def seconds(self, placement: Placement) -> float:
         """Iteration time; infinite where a memory limit is broken."""
@@ -83,6 +90,45 @@ class Evaluator:
             *self._arguments,
         )
         return float(np.inf) if ticks == INFEASIBLE else float(ticks) * self.seconds_per_tick
+
+    def anneal(
+        self,
+        start: Layout,
+        seconds: float,
+        *,
+        most: int,
+        temperature_seconds: float,
+        budget: float,
+        state: NDArray[np.uint64],
+    ) -> tuple[float, Layout, float]:
+        """Seconds and layout of the best found from a start, and what was spent; see `annealing.py`.
+
+        Args:
+            start: with at most `most` microbatches, or as many as memory needs.
+            seconds: its iteration time.
+            most: microbatches.
+            temperature_seconds: at the start.
+            budget: in evaluations of as many microbatches as there are samples.
+            state: of the random numbers; changed.
+        """
+        rows = np.flatnonzero(self._has_media)
+        ticks, media, llm, spent, evaluations = anneal(
+            start.media[rows],
+            start.llm,
+            start.count,
+            most,
+            seconds / self.seconds_per_tick,
+            temperature_seconds / self.seconds_per_tick,
+            budget,
+            self._media_first,
+            self._cumulated,
+            state,
+            *self._arguments,
+        )
+        self.evaluations += evaluations
+        all_media = start.media.copy()
+        all_media[rows] = media
+        return ticks * self.seconds_per_tick, Layout(media=all_media, llm=llm, count=int(llm.max()) + 1), spent
 
     def _ticks(self, seconds: FloatArray) -> IntArray:
         return np.rint(seconds / self.seconds_per_tick).astype(np.int64)
@@ -97,9 +143,10 @@ def _encoders(shape: PipelineShape) -> IntArray:
 
 
 def _settings(shape: PipelineShape, order: str) -> IntArray:
-    settings = np.zeros(4, dtype=np.int64)
+    settings = np.zeros(p.NUM_SETTINGS, dtype=np.int64)
     settings[p.PATCHES_LIMIT] = c.NONE if shape.patches_limit is None else shape.patches_limit
     settings[p.TOKENS_LIMIT] = c.NONE if shape.tokens_limit is None else shape.tokens_limit
     settings[p.TIMED] = order in TIMED_ORDERS
     settings[p.SPLIT_BACKWARD] = order == "zero_bubble"
+    settings[p.SIMPLE] = order == "eager" and shape.ranks_of_stages == tuple(range(shape.num_stages))
     return settings

@@ -26,7 +26,7 @@ import numpy as np
 from entrain_opt.assigner.auto import place_auto
 from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.exact_scope import MAX_INTERVALS, Scope, choose_scope, hint_times, to_ticks
-from entrain_opt.assigner.moves import Layout
+from entrain_opt.assigner.layout import Layout
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.errors import SolverError

@@ -1,126 +1,130 @@
-"""Small random changes of a placement, for searches.
+"""Small random changes of a layout, compiled.
 
-Heavy samples are chosen more often: where they stand decides most.
+Heavy samples are chosen more often: where they stand decides most. Every change keeps media items no later than their
+sample. The shares were tuned on heavy-tailed traces, where they matter by less than 1 %, except that without changes of
+the order, or of single media items, results are worse by 2 %.
 """
 
 from __future__ import annotations
 
-import random
-from bisect import bisect
-from dataclasses import dataclass
-
 import numpy as np
+from numpy.typing import NDArray
 
-from entrain_opt.assigner.joint import normalised_loads
-from entrain_opt.assigner.work import Placement, SampleWork
-from entrain_opt.assignment import IntArray
+from entrain_opt.assigner.random_numbers import random_below, random_unit
+from entrain_opt.compiled import compiled
 
-#: How far a microbatch moves in the order, and how far ahead a media item is encoded, at most.
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+State = NDArray[np.uint64]
+
+#: How far "near" is, and how far ahead a media item is encoded, at most.
 NEAR = 8
+_SWAP_FAR, _SWAP_NEAR, _SHIFT_FAR, _SHIFT_NEAR, _MOVE, _EXCHANGE, _SPLIT, _MERGE, _ITEM_EARLIER, _STAGGER = range(10)
+#: Share of each kind of change, in that order.
+_SHARES = np.array([0.15, 0.05, 0.25, 0.10, 0.10, 0.10, 0.02, 0.02, 0.05, 0.16])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """A placement in the making.
-
-    Attributes:
-        media: [M] microbatch of each media entry; meaningless where there is no media.
-        llm: [N] microbatch of each sample.
-        count: microbatches; some may be empty.
-    """
-
-    media: IntArray
-    llm: IntArray
-    count: int
-
-    @classmethod
-    def together(cls, work: SampleWork, microbatch: IntArray) -> Layout:
-        """All media items of a sample in its own microbatch."""
-        return cls(media=microbatch[work.costs.media_sample], llm=microbatch, count=int(microbatch.max()) + 1)
-
-    @classmethod
-    def of(cls, placement: Placement) -> Layout:
-        return cls(media=placement.encoder_microbatch, llm=placement.llm_microbatch, count=placement.num_microbatches)
-
-    def placement(self, work: SampleWork) -> Placement:
-        """Without empty microbatches: media of one without samples waits for the next, still in time."""
-        used, llm = np.unique(self.llm, return_inverse=True)
-        media = np.minimum(np.searchsorted(used, self.media), llm[work.costs.media_sample])
-        media = np.where(work.costs.has_media, media, -1)
-        return Placement(encoder_microbatch=media, llm_microbatch=llm, num_microbatches=len(used))
-
-
-class Moves:
-    """Proposes changes.
+@compiled
+def change(
+    media: IntArray, llm: IntArray, count: int, most: int, sample_of_media: IntArray, media_first: IntArray,
+    cumulated: FloatArray, state: State,
+) -> int:  # fmt: skip
+    """Change a layout of N > 1 samples in place; returns its number of microbatches, of which some may be empty.
 
     Args:
-        work: N > 1 samples.
-        chance: where choices come from.
+        media: [M] microbatch of each media item.
+        llm: [N] microbatch of each sample.
+        count: microbatches.
+        most: microbatches there may be; what has more already gets no new ones.
+        sample_of_media: [M].
+        media_first: [N + 1] first media item of each sample.
+        cumulated: [N] cumulated weights by which samples are chosen.
+        state: of the random numbers.
     """
+    draw, kind = random_unit(state), 0
+    while kind < _STAGGER and draw >= _SHARES[kind]:
+        draw -= _SHARES[kind]
+        kind += 1
+    heavy = min(np.searchsorted(cumulated, random_unit(state) * cumulated[-1], side="right"), len(llm) - 1)
+    if kind <= _SHIFT_NEAR:
+        near = kind in (_SWAP_NEAR, _SHIFT_NEAR)
+        _reorder(media, llm, count, sample_of_media, heavy, near, kind <= _SWAP_NEAR, state)
+    elif kind == _MOVE:
+        _move(media, llm, media_first, heavy, random_below(state, count))
+    elif kind == _EXCHANGE:
+        other = random_below(state, len(llm))
+        theirs = llm[other]
+        _move(media, llm, media_first, other, llm[heavy])
+        _move(media, llm, media_first, heavy, theirs)
+    elif kind == _SPLIT and count < most:
+        return _split(media, llm, count, media_first, llm[heavy], state)
+    elif kind == _MERGE:
+        _merge(media, llm, media_first, random_below(state, count))
+    elif kind >= _ITEM_EARLIER and len(media):
+        sample = sample_of_media[random_below(state, len(media))]
+        step = random_below(state, NEAR + 1)
+        first, end = media_first[sample], media_first[sample + 1]
+        if kind == _ITEM_EARLIER:
+            item = first + random_below(state, end - first)
+            media[item] = max(0, llm[sample] - step)
+        else:  # One after the other.
+            for item in range(first, end):
+                media[item] = max(0, llm[sample] - step * (end - 1 - item) // (end - first))
+    return count
 
-    def __init__(self, work: SampleWork, chance: random.Random) -> None:
-        self._chance = chance
-        self._sample_of_media = work.costs.media_sample
-        self._media = np.flatnonzero(work.costs.has_media).tolist()
-        self._num_samples = work.num_samples
-        weights = np.sqrt(normalised_loads(work).max(axis=1))
-        self._cumulated = np.cumsum(weights if weights.any() else np.ones(work.num_samples)).tolist()
 
-    def propose(self, layout: Layout) -> Layout:
-        """A changed copy. The order of microbatches changes most often: it matters most."""
-        draw = self._chance.random()
-        if draw < 0.6 and layout.count > 1:
-            return self._reorder(layout)
-        if draw < 0.8 or not self._media:
-            return self._exchange(layout)
-        return self._encode_earlier(layout)
+@compiled
+def _reorder(
+    media: IntArray, llm: IntArray, count: int, sample_of_media: IntArray, sample: int, near: bool, swap: bool,
+    state: State,
+) -> None:  # fmt: skip
+    """Swap a sample's microbatch with another, or take it out and put it in elsewhere."""
+    i, j = llm[sample], random_below(state, count)
+    if near:
+        step = 1 + random_below(state, NEAR)
+        j = max(0, min(count - 1, i + (step if random_unit(state) < 0.5 else -step)))
+    place = np.arange(count)
+    if swap:
+        place[i], place[j] = j, i
+    else:
+        for microbatch in range(min(i, j), max(i, j) + 1):
+            place[microbatch] += 1 if j < i else -1
+        place[i] = j
+    for k in range(len(llm)):
+        llm[k] = place[llm[k]]
+    for item in range(len(media)):
+        media[item] = min(place[media[item]], llm[sample_of_media[item]])
 
-    def _reorder(self, layout: Layout) -> Layout:
-        """Swap two microbatches, or take one out and put it in elsewhere, near or far."""
-        chance, count = self._chance, layout.count
-        i, j = int(layout.llm[self._heavy_sample()]), chance.randrange(count)
-        if chance.random() < 0.5:
-            j = max(0, min(count - 1, i + chance.choice((-1, 1)) * chance.randint(1, NEAR)))
-        if chance.random() < 0.5:
-            place = np.arange(count)
-            place[i], place[j] = j, i
-        else:
-            order = list(range(count))
-            order.insert(j, order.pop(i))
-            place = np.empty(count, dtype=np.int64)
-            place[order] = np.arange(count)
-        llm = place[layout.llm]
-        return Layout(media=np.minimum(place[layout.media], llm[self._sample_of_media]), llm=llm, count=count)
 
-    def _heavy_sample(self) -> int:
-        place = bisect(self._cumulated, self._chance.random() * self._cumulated[-1])
-        return min(place, self._num_samples - 1)
+@compiled
+def _move(media: IntArray, llm: IntArray, media_first: IntArray, sample: int, microbatch: int) -> None:
+    """Put a sample and its media into a microbatch."""
+    llm[sample] = microbatch
+    media[media_first[sample] : media_first[sample + 1]] = microbatch
 
-    def _exchange(self, layout: Layout) -> Layout:
-        """Move a sample to another microbatch (perhaps a new one), or swap two samples; their media goes with them."""
-        chance, llm = self._chance, layout.llm.copy()
-        first = self._heavy_sample()
-        moved, count = [first], layout.count
-        if chance.random() < 0.5:
-            llm[first] = chance.randrange(count)
-        else:
-            second = chance.randrange(self._num_samples)
-            llm[first], llm[second] = llm[second], llm[first]
-            moved.append(second)
-        media = layout.media.copy()
-        with_them = np.isin(self._sample_of_media, moved)
-        media[with_them] = llm[self._sample_of_media[with_them]]
-        return Layout(media=media, llm=llm, count=count)
 
-    def _encode_earlier(self, layout: Layout) -> Layout:
-        """Encode one media item, or all of a sample one after the other, up to NEAR microbatches ahead."""
-        chance, media = self._chance, layout.media.copy()
-        item = chance.choice(self._media)
-        sample = self._sample_of_media[item]
-        if chance.random() < 0.5:
-            media[item] = max(0, int(layout.llm[sample]) - chance.randint(0, NEAR))
-        else:
-            items = np.flatnonzero(self._sample_of_media == sample)
-            step = chance.randint(0, NEAR)
-            media[items] = np.maximum(0, layout.llm[sample] - step * np.arange(len(items))[::-1] // len(items))
-        return Layout(media=media, llm=layout.llm, count=layout.count)
+@compiled
+def _split(media: IntArray, llm: IntArray, count: int, media_first: IntArray, microbatch: int, state: State) -> int:
+    """Each sample of a microbatch stays or goes to a new one after it."""
+    for item in range(len(media)):
+        media[item] += media[item] > microbatch
+    for sample in range(len(llm)):
+        if llm[sample] > microbatch:
+            llm[sample] += 1
+        elif llm[sample] == microbatch and random_unit(state) < 0.5:
+            _move(media, llm, media_first, sample, microbatch + 1)
+    return count + 1
+
+
+@compiled
+def _merge(media: IntArray, llm: IntArray, media_first: IntArray, microbatch: int) -> None:
+    """The samples of a microbatch join the next before it that has any."""
+    other = -1
+    for sample in range(len(llm)):
+        if llm[sample] < microbatch:
+            other = max(other, llm[sample])
+    if other < 0:
+        return
+    for sample in range(len(llm)):
+        if llm[sample] == microbatch:
+            _move(media, llm, media_first, sample, other)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.assigner.eager import eager_ticks
 from entrain_opt.assigner.pipeline_columns import (
     ENCODER,
     FIRST_STAGE,
@@ -24,6 +25,7 @@ from entrain_opt.assigner.pipeline_columns import (
     PATCHES_LIMIT,
     RETURNS,
     SAMPLE,
+    SIMPLE,
     SPLIT_BACKWARD,
     TIMED,
     TOKENS_LIMIT,
@@ -86,8 +88,15 @@ def iteration_ticks(
         stage_costs: [S, 4] ticks per unit, and which part of a backward is weight gradients.
         encoders: [E, 3].
         stages, rules: templates for `play`, without slots and turns.
-        settings: [4] limits and what the order follows.
+        settings: [5] limits and what the order follows.
     """
+    if settings[SIMPLE]:
+        return float(
+            eager_ticks(
+                encoder_microbatch, llm_microbatch, num_microbatches, media, tokens, media_ticks, sample_ticks,
+                stage_costs, encoders, stages, settings,
+            )
+        )  # fmt: skip
     count_llm = np.zeros(num_microbatches, dtype=np.int64)
     llm_amounts = np.zeros(num_microbatches, dtype=np.int64)
     for sample in range(len(llm_microbatch)):

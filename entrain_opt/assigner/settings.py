@@ -9,8 +9,8 @@ from types import MappingProxyType
 from entrain_opt.errors import AssignmentError
 from entrain_opt.schedule.orders import ORDERS
 
-#: Placements that are played through per replica.
-EFFORTS: Mapping[str, int] = MappingProxyType({"fast": 9, "default": 110, "thorough": 4000})
+#: Placements that are played through per replica, each counted by its microbatches as a part of the samples.
+EFFORTS: Mapping[str, int] = MappingProxyType({"fast": 50, "default": 500, "thorough": 20000})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from entrain_opt.compiled import compiled, inlined
+from entrain_opt.compiled import borrowing, compiled, inlined
 from entrain_opt.schedule.columns import (
     ALTERNATE,
     AMOUNT,
@@ -126,11 +126,35 @@ def play(
     _prepare(stages, slots, turns, links, ranks)
     rank_of_started, started = np.empty(3 * count, dtype=np.int64), np.empty(3 * count, dtype=np.int64)
     start, end = np.full(3 * count, -1, dtype=np.int64), np.full(3 * count, -1, dtype=np.int64)
-    num_started = 0
     finish = np.full(num_ranks, NEVER, dtype=np.int64)
     # Every arrival is a link; no more can be on their way.
     arrivals = np.empty((len(links) + 1, 2), dtype=np.int64)
-    num_arrivals = 0
+    num_started = _run(
+        rules, stages, slots, turns, links, ranks, queues, turn_of_llm, durations, transfer, rank_of_started, started,
+        start, end, finish, arrivals,
+    )  # fmt: skip
+    orders, first = np.empty(num_started, dtype=np.int64), np.zeros(num_ranks + 1, dtype=np.int64)
+    for i in range(num_started):
+        first[rank_of_started[i] + 1] += 1
+    for rank in range(num_ranks):
+        first[rank + 1] += first[rank]
+    place = first.copy()
+    for i in range(num_started):
+        rank = rank_of_started[i]
+        orders[place[rank]] = started[i]
+        place[rank] += 1
+    return orders, first, start, end
+
+
+@borrowing
+def _run(
+    rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray,
+    queues: IntArray, turn_of_llm: IntArray, durations: IntArray, transfer: IntArray, rank_of_started: IntArray,
+    started: IntArray, start: IntArray, end: IntArray, finish: IntArray, arrivals: IntArray,
+) -> int:  # fmt: skip
+    """The loop over time; returns how many operations started."""
+    num_ranks = rules[NUM_RANKS]
+    num_started, num_arrivals = 0, 0
     now = 0
     while True:
         for rank in range(num_ranks):
@@ -164,17 +188,7 @@ def play(
             operation = arrivals[0, 1]
             num_arrivals = pop(arrivals, num_arrivals)
             _deliver(stages, slots, ranks, queues, operation)
-    orders, first = np.empty(num_started, dtype=np.int64), np.zeros(num_ranks + 1, dtype=np.int64)
-    for i in range(num_started):
-        first[rank_of_started[i] + 1] += 1
-    for rank in range(num_ranks):
-        first[rank + 1] += first[rank]
-    place = first.copy()
-    for i in range(num_started):
-        rank = rank_of_started[i]
-        orders[place[rank]] = started[i]
-        place[rank] += 1
-    return orders, first, start, end
+    return num_started
 
 
 @compiled

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrain_opt.assigner.evaluate import Evaluator
+from entrain_opt.assigner.pipeline_columns import SIMPLE
 from entrain_opt.assigner.work import Placement, sample_work
 from entrain_opt.assignment import Assignment, BatchCosts, StageCosts
 from entrain_opt.errors import AssignmentError, ScheduleError
@@ -142,6 +143,18 @@ def test_equals_the_simulator(schedule, seed):
         assert found == pytest.approx(expected, rel=1e-6)
     assert evaluator.seconds(placement_of(assignment)) == found
     assert evaluator.evaluations == 2
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_fast_case_equals_the_general_one(seed):
+    costs, shape, assignment = random_case(seed)
+    work, placement = sample_work(costs, replace(shape, stage_ranks=None)), placement_of(assignment)
+    fast, general = Evaluator(work, "eager"), Evaluator(work, "eager")
+    settings = general._arguments[-1]
+    assert settings[SIMPLE]
+    settings[SIMPLE] = 0
+    assert fast.seconds(placement) == general.seconds(placement)
 
 
 @pytest.mark.parametrize("schedule", TIMED_ORDERS)

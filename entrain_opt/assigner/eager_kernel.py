@@ -1,0 +1,381 @@
+"""The list scheduler's loop for `eager` with one stage on each rank.
+
+The rules are those of `schedule/kernel.py`, to the tick, with what this case does not need left out: no windows, no
+split backwards, a backward is ready when its gradient is there, and where memory is limited every encoder unit has one
+consumer. A test holds both together.
+
+Price: 40 to 70 ns per operation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
+from entrain_opt.compiled import borrowing, compiled, inlined
+from entrain_opt.schedule.columns import GUARDED, HAS_BACKWARD, LIMIT, NONE
+from entrain_opt.schedule.heap import pop, push
+from entrain_opt.schedule.kernel import CANDIDATES_PER_STAGE, NEVER
+
+IntArray = NDArray[np.int64]
+ByteArray = NDArray[np.uint8]
+
+# States of a unit's forward or backward on a stage.
+_WAITS, _READY, _STARTED = 0, 1, 2
+# Where a stage's outputs go, and where its units are: [S, 4].
+_FORWARD_ROUTE, _BACKWARD_ROUTE, _BASE, _NUM_UNITS = range(4)
+# To the neighbour, between encoder and language model, nowhere.
+_NEXT, _EXIT, _END = range(3)
+# What a stage holds: [S, 5] amount and units; of its turns (language-model units), the oldest that is unfinished, the
+# first that has not started all its units, the latest that has started one.
+_AMOUNT, _UNITS, _OLDEST, _OPEN, _LATEST = range(5)
+# What a language-model unit has on a limited encoder stage: [S, units, 5].
+_UNSTARTED, _UNSTARTED_AMOUNT, _HELD, _NUM_HELD, _UNFINISHED = range(5)
+
+
+@compiled
+def play_eager(
+    ticks: IntArray, stages: IntArray, encoders: IntArray, first_llm: int, num_llm: int, llm_amount: IntArray,
+    unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray,
+    sources: IntArray,
+) -> int:  # fmt: skip
+    """Run everything; returns the last tick, or -1 where something could not run.
+
+    Args:
+        ticks: [3, S, units] forward, backward and transfer of every unit on every stage.
+        stages, encoders: as in `iteration_ticks`.
+        first_llm: the first language-model stage.
+        num_llm: language-model units.
+        llm_amount: [num_llm] tokens.
+        unit_first: [E + 1] first unit of each encoder.
+        unit_amount: [units] patches.
+        pair_first, pair_llm: [units + 1] and [pairs] who consumes each unit.
+        source_first, sources: [num_llm + 1] and [pairs] the units that a language-model unit waits for.
+    """
+    num_stages, width = ticks.shape[1], ticks.shape[2]
+    routes = np.zeros((num_stages, 4), dtype=np.int64)
+    state = np.zeros((2, num_stages, width), dtype=np.uint8)
+    # Ready units of either kind and the lowest that may be ready.
+    num_ready, lowest = np.zeros((2, num_stages), dtype=np.int64), np.zeros((2, num_stages), dtype=np.int64)
+    held, turns = np.zeros((num_stages, 5), dtype=np.int64), np.zeros((first_llm, num_llm, 5), dtype=np.int64)
+    expected = _prepare(
+        stages, encoders, first_llm, num_llm, unit_first, unit_amount, pair_first, pair_llm, routes, state, num_ready,
+        held, turns,
+    )  # fmt: skip
+    missing = np.empty(num_llm, dtype=np.int64)
+    for unit in range(num_llm):
+        missing[unit] = source_first[unit + 1] - source_first[unit]
+        if missing[unit] == 0:
+            state[0, first_llm, unit] = _READY
+            num_ready[0, first_llm] += 1
+    running, finish = np.full(num_stages, NONE, dtype=np.int64), np.full(num_stages, NEVER, dtype=np.int64)
+    was_backward = np.zeros(num_stages, dtype=np.uint8)
+    # Ranks that may have something to start.
+    is_touched, touched = np.ones(num_stages, dtype=np.uint8), np.arange(num_stages)
+    arrivals = np.empty((2 * num_stages * width + 2 * len(pair_llm) + 1, 2), dtype=np.int64)
+    return _run(
+        ticks, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, running, finish, was_backward,
+        is_touched, touched, arrivals, first_llm, llm_amount, unit_first, unit_amount, pair_first, pair_llm,
+        source_first, sources, expected,
+    )  # fmt: skip
+
+
+@borrowing
+def _run(
+    ticks: IntArray, stages: IntArray, encoders: IntArray, routes: IntArray, state: ByteArray, num_ready: IntArray,
+    lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, running: IntArray, finish: IntArray,
+    was_backward: ByteArray, is_touched: ByteArray, touched: IntArray, arrivals: IntArray, first_llm: int,
+    llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
+    source_first: IntArray, sources: IntArray, expected: int,
+) -> int:  # fmt: skip
+    """The loop over time; `expected` operations in all."""
+    num_stages, width = ticks.shape[1], ticks.shape[2]
+    num_touched, num_arrivals = num_stages, 0
+    now = 0
+    while True:
+        for i in range(num_touched):
+            stage = touched[i]
+            is_touched[stage] = 0
+            kind, unit = 1, NONE
+            if num_ready[1, stage] == 0 or was_backward[stage]:
+                if num_ready[0, stage]:
+                    unit = _forward(
+                        stages, state, num_ready, lowest, held, turns, routes, first_llm, llm_amount, unit_amount,
+                        pair_first, pair_llm, source_first, sources, stage,
+                    )  # fmt: skip
+                kind = 0 if unit != NONE else 1
+            if unit == NONE and num_ready[1, stage]:
+                unit = lowest[1, stage]
+                while state[1, stage, unit] != _READY:
+                    unit += 1
+                lowest[1, stage] = unit
+            if unit != NONE:
+                state[kind, stage, unit] = _STARTED
+                num_ready[kind, stage] -= 1
+                was_backward[stage] = kind
+                running[stage] = 2 * unit + kind
+                finish[stage] = now + ticks[kind, stage, unit]
+        num_touched = 0
+        following = NEVER
+        for stage in range(num_stages):
+            following = min(following, finish[stage])
+        if num_arrivals:
+            following = min(following, arrivals[0, 0])
+        if following == NEVER:
+            break
+        now = following
+        for stage in range(num_stages):
+            if finish[stage] != now:
+                continue
+            unit, kind = running[stage] >> 1, running[stage] & 1
+            running[stage], finish[stage] = NONE, NEVER
+            num_touched = _touch(running, is_touched, touched, num_touched, stage)
+            expected -= 1
+            if kind == 0:
+                route, late = routes[stage, _FORWARD_ROUTE], ticks[2, stage, unit]
+                if route == _EXIT:
+                    for i in range(
+                        pair_first[routes[stage, _BASE] + unit], pair_first[routes[stage, _BASE] + unit + 1]
+                    ):
+                        target = pair_llm[i]
+                        if late:
+                            num_arrivals = push(arrivals, num_arrivals, now + late, (first_llm * width + target) * 2)
+                        else:
+                            missing[target] -= 1
+                            if missing[target] == 0:
+                                _ready(state, num_ready, lowest, 0, first_llm, target)
+                                num_touched = _touch(running, is_touched, touched, num_touched, first_llm)
+                elif route == _NEXT:
+                    if late:
+                        operation = ((stage + 1) * width + unit) * 2
+                        num_arrivals = push(arrivals, num_arrivals, now + late, operation)
+                    else:
+                        _ready(state, num_ready, lowest, 0, stage + 1, unit)
+                        num_touched = _touch(running, is_touched, touched, num_touched, stage + 1)
+                elif stages[stage, HAS_BACKWARD]:
+                    _ready(state, num_ready, lowest, 1, stage, unit)
+                continue
+            if stages[stage, LIMIT] != NONE:
+                _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
+            route = routes[stage, _BACKWARD_ROUTE]
+            if route == _EXIT:
+                for i in range(source_first[unit], source_first[unit + 1]):
+                    encoder = 0
+                    while sources[i] >= unit_first[encoder + 1]:
+                        encoder += 1
+                    last = encoders[encoder, FIRST_STAGE] + encoders[encoder, NUM_STAGES] - 1
+                    if stages[last, HAS_BACKWARD]:
+                        target = sources[i] - unit_first[encoder]
+                        late = ticks[2, last, target]
+                        if late:
+                            operation = (last * width + target) * 2 + 1
+                            num_arrivals = push(arrivals, num_arrivals, now + late, operation)
+                        else:
+                            _ready(state, num_ready, lowest, 1, last, target)
+                            num_touched = _touch(running, is_touched, touched, num_touched, last)
+            elif route == _NEXT:
+                late = ticks[2, stage - 1, unit]
+                if late:
+                    operation = ((stage - 1) * width + unit) * 2 + 1
+                    num_arrivals = push(arrivals, num_arrivals, now + late, operation)
+                else:
+                    _ready(state, num_ready, lowest, 1, stage - 1, unit)
+                    num_touched = _touch(running, is_touched, touched, num_touched, stage - 1)
+        while num_arrivals and arrivals[0, 0] == now:
+            operation = arrivals[0, 1]
+            num_arrivals = pop(arrivals, num_arrivals)
+            kind, place = operation & 1, operation >> 1
+            stage, unit = place // width, place % width
+            if kind == 0 and stage == first_llm:
+                missing[unit] -= 1
+                if missing[unit]:
+                    continue
+            _ready(state, num_ready, lowest, kind, stage, unit)
+            num_touched = _touch(running, is_touched, touched, num_touched, stage)
+    return now if expected == 0 else -1
+
+
+@borrowing
+def _prepare(
+    stages: IntArray, encoders: IntArray, first_llm: int, num_llm: int, unit_first: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, routes: IntArray, state: ByteArray, num_ready: IntArray, held: IntArray,
+    turns: IntArray,
+) -> int:  # fmt: skip
+    """Fill what describes the stages before anything ran; returns how many operations there are."""
+    num_stages = len(stages)
+    for stage in range(first_llm, num_stages):
+        routes[stage, _NUM_UNITS] = num_llm
+        routes[stage, _FORWARD_ROUTE] = _NEXT if stage + 1 < num_stages else _END
+        routes[stage, _BACKWARD_ROUTE] = _EXIT if stage == first_llm else _NEXT
+    for encoder in range(len(encoders)):
+        first, base = encoders[encoder, FIRST_STAGE], unit_first[encoder]
+        last = first + encoders[encoder, NUM_STAGES] - 1
+        for stage in range(first, last + 1):
+            routes[stage, _BASE], routes[stage, _NUM_UNITS] = base, unit_first[encoder + 1] - base
+            routes[stage, _FORWARD_ROUTE] = _EXIT if stage == last else _NEXT
+            routes[stage, _BACKWARD_ROUTE] = _END if stage == first else _NEXT
+            held[stage, _LATEST] = NONE
+            if stages[stage, LIMIT] == NONE:
+                continue
+            for unit in range(base, unit_first[encoder + 1]):
+                turn = pair_llm[pair_first[unit]]
+                turns[stage, turn, _UNSTARTED] += 1
+                turns[stage, turn, _UNFINISHED] += 1
+                turns[stage, turn, _UNSTARTED_AMOUNT] += unit_amount[unit]
+            _move_oldest(turns, held, stage)
+            _move_open(turns, held, stage)
+        num_ready[0, first] = routes[first, _NUM_UNITS]
+        state[0, first, : routes[first, _NUM_UNITS]] = _READY
+    expected = 0
+    for stage in range(num_stages):
+        if routes[stage, _BACKWARD_ROUTE] == _NEXT and not stages[stage - 1, HAS_BACKWARD]:
+            routes[stage, _BACKWARD_ROUTE] = _END
+        expected += routes[stage, _NUM_UNITS] * (1 + stages[stage, HAS_BACKWARD])
+    return expected
+
+
+@inlined
+def _ready(state: ByteArray, num_ready: IntArray, lowest: IntArray, kind: int, stage: int, unit: int) -> None:
+    state[kind, stage, unit] = _READY
+    num_ready[kind, stage] += 1
+    lowest[kind, stage] = min(lowest[kind, stage], unit)
+
+
+@inlined
+def _touch(running: IntArray, is_touched: ByteArray, touched: IntArray, num_touched: int, stage: int) -> int:
+    if running[stage] != NONE or is_touched[stage]:
+        return num_touched
+    is_touched[stage] = 1
+    touched[num_touched] = stage
+    return num_touched + 1
+
+
+@inlined
+def _forward(
+    stages: IntArray, state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray,
+    routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray, pair_first: IntArray,
+    pair_llm: IntArray, source_first: IntArray, sources: IntArray, stage: int,
+) -> int:  # fmt: skip
+    """The next forward of a stage with ready ones, its memory taken; NONE if none may start."""
+    unit = lowest[0, stage]
+    while state[0, stage, unit] != _READY:
+        unit += 1
+    lowest[0, stage] = unit
+    limit = stages[stage, LIMIT]
+    if limit == NONE:
+        return unit
+    if stage >= first_llm:
+        tried = 0
+        while held[stage, _UNITS] and held[stage, _AMOUNT] + llm_amount[unit] > limit:
+            tried += 1
+            if tried == CANDIDATES_PER_STAGE or tried == num_ready[0, stage]:
+                return NONE
+            unit += 1
+            while state[0, stage, unit] != _READY:
+                unit += 1
+        held[stage, _AMOUNT] += llm_amount[unit]
+        held[stage, _UNITS] += 1
+        return unit
+    base = routes[stage, _BASE]
+    unit = _forward_that_fits(
+        stages, state, num_ready, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, base,
+        routes[stage, _NUM_UNITS], stage, unit,
+    )  # fmt: skip
+    if unit == NONE:
+        return NONE
+    turn, amount = pair_llm[pair_first[base + unit]], unit_amount[base + unit]
+    turns[stage, turn, _UNSTARTED] -= 1
+    turns[stage, turn, _UNSTARTED_AMOUNT] -= amount
+    turns[stage, turn, _HELD] += amount
+    turns[stage, turn, _NUM_HELD] += 1
+    held[stage, _AMOUNT] += amount
+    held[stage, _UNITS] += 1
+    held[stage, _LATEST] = max(held[stage, _LATEST], turn)
+    _move_open(turns, held, stage)
+    return unit
+
+
+@inlined
+def _release(
+    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
+) -> None:  # fmt: skip
+    """A backward on a limited stage is done."""
+    held[stage, _UNITS] -= 1
+    if stage >= first_llm:
+        held[stage, _AMOUNT] -= llm_amount[unit]
+        return
+    amount = unit_amount[routes[stage, _BASE] + unit]
+    turn = pair_llm[pair_first[routes[stage, _BASE] + unit]]
+    held[stage, _AMOUNT] -= amount
+    turns[stage, turn, _HELD] -= amount
+    turns[stage, turn, _NUM_HELD] -= 1
+    turns[stage, turn, _UNFINISHED] -= 1
+    _move_oldest(turns, held, stage)
+
+
+@borrowing
+def _forward_that_fits(
+    stages: IntArray, state: ByteArray, num_ready: IntArray, held: IntArray, turns: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray, base: int, end: int,
+    stage: int, lowest: int,
+) -> int:  # fmt: skip
+    """The first of the next ready units of a limited encoder stage that memory admits, or one of the oldest turn."""
+    unit, tried = lowest, 0
+    while True:
+        if _fits(stages, held, turns, unit_amount[base + unit], pair_llm[pair_first[base + unit]], stage):
+            return unit
+        tried += 1
+        if tried == CANDIDATES_PER_STAGE or tried == num_ready[0, stage]:
+            break
+        unit += 1
+        while state[0, stage, unit] != _READY:
+            unit += 1
+    oldest = held[stage, _OLDEST]
+    if oldest < turns.shape[1]:
+        for i in range(source_first[oldest], source_first[oldest + 1]):
+            unit = sources[i] - base
+            ready = 0 <= unit < end and state[0, stage, unit] == _READY
+            if ready and _fits(stages, held, turns, unit_amount[base + unit], oldest, stage):
+                return unit
+    return NONE
+
+
+@borrowing
+def _fits(stages: IntArray, held: IntArray, turns: IntArray, amount: int, mine: int, stage: int) -> bool:
+    """Whether a unit of turn `mine` may start: `schedule/memory.py` says why."""
+    limit = stages[stage, LIMIT]
+    if held[stage, _UNITS] and held[stage, _AMOUNT] + amount > limit:
+        return False
+    if not stages[stage, GUARDED]:
+        return True
+    if mine <= held[stage, _OPEN] and held[stage, _LATEST] <= mine and turns[stage, mine, _UNSTARTED] == 1:
+        return True  # All turns up to this one have started everything, and no later one has.
+    total, num_held = held[stage, _AMOUNT] + amount, held[stage, _UNITS] + 1
+    for turn in range(held[stage, _OLDEST], turns.shape[1]):
+        own = 1 if turn == mine else 0
+        count = turns[stage, turn, _UNSTARTED] - own
+        if count and total + turns[stage, turn, _UNSTARTED_AMOUNT] - amount * own > limit and (num_held or count > 1):
+            return False
+        total -= turns[stage, turn, _HELD] + amount * own
+        num_held -= turns[stage, turn, _NUM_HELD] + own
+        if num_held <= 0:
+            return True
+    return True
+
+
+@inlined
+def _move_oldest(turns: IntArray, held: IntArray, stage: int) -> None:
+    oldest = held[stage, _OLDEST]
+    while oldest < turns.shape[1] and turns[stage, oldest, _UNFINISHED] == 0:
+        oldest += 1
+    held[stage, _OLDEST] = oldest
+
+
+@inlined
+def _move_open(turns: IntArray, held: IntArray, stage: int) -> None:
+    first = held[stage, _OPEN]
+    while first < turns.shape[1] and turns[stage, first, _UNSTARTED] == 0:
+        first += 1
+    held[stage, _OPEN] = first
