@@ -13,9 +13,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.assigner.eager import eager_ticks
 from entrain_opt.assigner.moves import change
-from entrain_opt.assigner.pipeline import INFEASIBLE, iteration_ticks
-from entrain_opt.assigner.pipeline_columns import SAMPLE
+from entrain_opt.assigner.pipeline import iteration_ticks
+from entrain_opt.assigner.pipeline_columns import INFEASIBLE, SAMPLE
 from entrain_opt.assigner.random_numbers import random_unit
 from entrain_opt.compiled import compiled
 
@@ -27,7 +28,7 @@ def anneal(
     media_microbatch: IntArray, llm_microbatch: IntArray, count: int, most: int, start_ticks: float, temperature: float,
     budget: float, media_first: IntArray, cumulated: NDArray[np.float64], state: NDArray[np.uint64], media: IntArray,
     tokens: IntArray, media_ticks: IntArray, sample_ticks: IntArray, stage_costs: IntArray, encoders: IntArray,
-    stages: IntArray, rules: IntArray, settings: IntArray,
+    stages: IntArray, rules: IntArray | None, settings: IntArray,
 ) -> tuple[float, IntArray, IntArray, float, int]:  # fmt: skip
     """Improve a layout.
 
@@ -37,7 +38,8 @@ def anneal(
         temperature: at the start, in ticks.
         budget: an evaluation costs the microbatches that it plays, as a part of the samples.
         media_first, cumulated, state: see `moves.change`.
-        media, ..., settings: see `iteration_ticks`.
+        media, ..., settings: see `iteration_ticks`; without rules the case is that of `eager_ticks`.
+            Numba compiles only what the given case needs.
 
     Returns:
         Ticks of the best layout, its microbatches of media and samples, what was spent, and evaluations.
@@ -51,10 +53,16 @@ def anneal(
         new_media, new_llm = current_media.copy(), current_llm.copy()
         new_count = change(new_media, new_llm, count, most, sample_of_media, media_first, cumulated, state)
         dense_media, dense_llm, used = dense(new_media, new_llm, new_count, sample_of_media)
-        ticks = iteration_ticks(
-            dense_media, dense_llm, used, media, tokens, media_ticks, sample_ticks, stage_costs, encoders, stages,
-            rules, settings,
-        )  # fmt: skip
+        if rules is None:
+            ticks = eager_ticks(
+                dense_media, dense_llm, used, media, tokens, media_ticks, sample_ticks, stage_costs, encoders, stages,
+                settings,
+            )  # fmt: skip
+        else:
+            ticks = iteration_ticks(
+                dense_media, dense_llm, used, media, tokens, media_ticks, sample_ticks, stage_costs, encoders, stages,
+                rules, settings,
+            )  # fmt: skip
         now = temperature * (1 - spent / budget)
         spent += used / num_samples
         evaluations += 1

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from entrain_opt.assigner import pipeline_columns as p
 from entrain_opt.assigner.annealing import anneal
+from entrain_opt.assigner.eager import eager_ticks
 from entrain_opt.assigner.joint import normalised_loads
 from entrain_opt.assigner.layout import Layout
-from entrain_opt.assigner.pipeline import INFEASIBLE, iteration_ticks
+from entrain_opt.assigner.pipeline import iteration_ticks
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
 from entrain_opt.plan import PipelineShape
@@ -33,12 +34,13 @@ class Evaluator:
     Args:
         work: N >= 1 samples of one replica.
         schedule: the order that will run them.
+        general: evaluate as every case is, even where a faster way exists; the seconds are the same.
 
     Attributes:
         evaluations: how many placements have been scored so far.
     """
 
-    def __init__(self, work: SampleWork, schedule: str) -> None:
+    def __init__(self, work: SampleWork, schedule: str, *, general: bool = False) -> None:
         order = _SCORED_AS.get(schedule, schedule)
         costs, shape = work.costs, work.shape
         stages = costs.stage_costs(shape)
@@ -63,7 +65,7 @@ class Evaluator:
         no_units = work_graph(ReplicaWork(encoder_units=(), llm_units=(), num_microbatches=0), shape)
         limits, _ = memory_limits(no_units, costs)
         template = pipeline_arrays(no_units, fixed_rule(no_units, order), limits, [])
-        self._arguments = (
+        self._work = (
             np.column_stack([costs.media_sample[rows], costs.encoder_index[rows], costs.patches[rows]]).astype(
                 np.int64
             ),
@@ -73,9 +75,11 @@ class Evaluator:
             stage_costs,
             _encoders(shape),
             template.stages,
-            template.rules,
-            _settings(shape, order),
         )
+        self._settings = _settings(shape, order)
+        # The common case has an evaluation of its own.
+        simple = not general and order == "eager" and shape.ranks_of_stages == tuple(range(shape.num_stages))
+        self._rules = None if simple else template.rules
         self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
         weights = np.sqrt(normalised_loads(work).max(axis=1))
         self._cumulated = np.cumsum(weights if weights.any() else np.ones(work.num_samples))
@@ -83,13 +87,16 @@ class Evaluator:
     def seconds(self, placement: Placement) -> float:
         """Iteration time; infinite where a memory limit is broken."""
         self.evaluations += 1
-        ticks = iteration_ticks(
+        layout = (
             placement.encoder_microbatch[self._has_media],
             placement.llm_microbatch,
             placement.num_microbatches,
-            *self._arguments,
         )
-        return float(np.inf) if ticks == INFEASIBLE else float(ticks) * self.seconds_per_tick
+        if self._rules is None:
+            ticks = eager_ticks(*layout, *self._work, self._settings)
+        else:
+            ticks = iteration_ticks(*layout, *self._work, self._rules, self._settings)
+        return float(np.inf) if ticks == p.INFEASIBLE else float(ticks) * self.seconds_per_tick
 
     def anneal(
         self,
@@ -123,7 +130,9 @@ class Evaluator:
             self._media_first,
             self._cumulated,
             state,
-            *self._arguments,
+            *self._work,
+            self._rules,
+            self._settings,
         )
         self.evaluations += evaluations
         all_media = start.media.copy()
@@ -148,5 +157,4 @@ def _settings(shape: PipelineShape, order: str) -> IntArray:
     settings[p.TOKENS_LIMIT] = c.NONE if shape.tokens_limit is None else shape.tokens_limit
     settings[p.TIMED] = order in TIMED_ORDERS
     settings[p.SPLIT_BACKWARD] = order == "zero_bubble"
-    settings[p.SIMPLE] = order == "eager" and shape.ranks_of_stages == tuple(range(shape.num_stages))
     return settings

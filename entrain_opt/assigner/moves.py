@@ -45,7 +45,7 @@ def change(
     while kind < _STAGGER and draw >= _SHARES[kind]:
         draw -= _SHARES[kind]
         kind += 1
-    heavy = min(np.searchsorted(cumulated, random_unit(state) * cumulated[-1], side="right"), len(llm) - 1)
+    heavy = _choose(cumulated, random_unit(state) * cumulated[-1])
     if kind <= _SHIFT_NEAR:
         near = kind in (_SWAP_NEAR, _SHIFT_NEAR)
         _reorder(media, llm, count, sample_of_media, heavy, near, kind <= _SWAP_NEAR, state)
@@ -71,6 +71,19 @@ def change(
             for item in range(first, end):
                 media[item] = max(0, llm[sample] - step * (end - 1 - item) // (end - first))
     return count
+
+
+@compiled
+def _choose(cumulated: FloatArray, value: float) -> int:
+    """The first entry above a value, or the last (bisection)."""
+    low, high = 0, len(cumulated) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if cumulated[middle] > value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 @compiled

@@ -8,6 +8,9 @@ SAMPLE, ENCODER, PATCHES = range(3)
 FIRST_STAGE, NUM_STAGES, RETURNS = range(3)
 # Costs of a stage: [S, 4] ticks per unit, and the part of a backward that is weight gradients, in thousandths.
 FIXED_FORWARD, FIXED_BACKWARD, FIXED_TRANSFER, WEIGHT_PERMILLE = range(4)
-# Settings: [5]. Caps of one microbatch (-1: none), whether the order follows the durations, whether backwards are
-# split, and whether `eager_kernel.py` can play it.
-PATCHES_LIMIT, TOKENS_LIMIT, TIMED, SPLIT_BACKWARD, SIMPLE, NUM_SETTINGS = range(6)
+# Settings: [4]. Caps of one microbatch (-1: none), whether the order follows the durations, whether backwards are
+# split.
+PATCHES_LIMIT, TOKENS_LIMIT, TIMED, SPLIT_BACKWARD, NUM_SETTINGS = range(5)
+
+#: Instead of ticks: the assignment breaks a memory limit.
+INFEASIBLE = -1.0

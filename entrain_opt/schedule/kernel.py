@@ -136,13 +136,11 @@ def play(
     orders, first = np.empty(num_started, dtype=np.int64), np.zeros(num_ranks + 1, dtype=np.int64)
     for i in range(num_started):
         first[rank_of_started[i] + 1] += 1
-    for rank in range(num_ranks):
-        first[rank + 1] += first[rank]
+    first = first.cumsum()
     place = first.copy()
     for i in range(num_started):
-        rank = rank_of_started[i]
-        orders[place[rank]] = started[i]
-        place[rank] += 1
+        orders[place[rank_of_started[i]]] = started[i]
+        place[rank_of_started[i]] += 1
     return orders, first, start, end
 
 
@@ -154,8 +152,7 @@ def _run(
 ) -> int:  # fmt: skip
     """The loop over time; returns how many operations started."""
     num_ranks = rules[NUM_RANKS]
-    num_started, num_arrivals = 0, 0
-    now = 0
+    num_started, num_arrivals, now = 0, 0, 0
     while True:
         for rank in range(num_ranks):
             if ranks[rank, TOUCHED] and ranks[rank, RUNNING] == NONE:
@@ -194,12 +191,12 @@ def _run(
 @compiled
 def _prepare(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray) -> None:
     """Fill the columns that change while time goes on."""
-    slots[:, STARTED : MISSING_BACKWARD + 1] = 0
+    _clear(slots, STARTED, MISSING_BACKWARD + 1)
     for slot in range(len(slots)):
         for i in range(slots[slot, FORWARD], slots[slot, FORWARD_END]):
             slots[links[i], MISSING_FORWARD] += 1
         slots[slot, MISSING_BACKWARD] = 1 + slots[slot, FORWARD_END] - slots[slot, FORWARD]
-    stages[:, LOWEST:STAGE_COLUMNS] = 0
+    _clear(stages, LOWEST, STAGE_COLUMNS)
     ranks[:, RUNNING] = NONE
     ranks[:, TOUCHED] = 1
     ranks[:, FIRST_OF_RANK] = NONE
@@ -216,11 +213,19 @@ def _prepare(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray
         ranks[rank, PLACE] = ranks[rank - 1, PLACE] + ranks[rank - 1, FORWARDS_LEFT]
     ranks[:, WEIGHT_HEAD] = ranks[:, PLACE]
     ranks[:, WEIGHT_TAIL] = ranks[:, PLACE]
-    turns[:, UNFINISHED:TURN_COLUMNS] = 0
+    _clear(turns, UNFINISHED, TURN_COLUMNS)
     for turn in range(len(turns)):
         turns[turn, UNFINISHED] = turns[turn, UNSTARTED] = turns[turn, SLOTS_END] - turns[turn, SLOTS]
         for i in range(turns[turn, SLOTS], turns[turn, SLOTS_END]):
             turns[turn, UNSTARTED_AMOUNT] += slots[links[i], AMOUNT]
+
+
+@borrowing
+def _clear(matrix: IntArray, first: int, end: int) -> None:
+    """Zero some columns; a slice would compile for seconds."""
+    for row in range(len(matrix)):
+        for column in range(first, end):
+            matrix[row, column] = 0
 
 
 @inlined

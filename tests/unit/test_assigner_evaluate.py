@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrain_opt.assigner.evaluate import Evaluator
-from entrain_opt.assigner.pipeline_columns import SIMPLE
 from entrain_opt.assigner.work import Placement, sample_work
 from entrain_opt.assignment import Assignment, BatchCosts, StageCosts
 from entrain_opt.errors import AssignmentError, ScheduleError
@@ -150,11 +149,8 @@ def test_equals_the_simulator(schedule, seed):
 def test_the_fast_case_equals_the_general_one(seed):
     costs, shape, assignment = random_case(seed)
     work, placement = sample_work(costs, replace(shape, stage_ranks=None)), placement_of(assignment)
-    fast, general = Evaluator(work, "eager"), Evaluator(work, "eager")
-    settings = general._arguments[-1]
-    assert settings[SIMPLE]
-    settings[SIMPLE] = 0
-    assert fast.seconds(placement) == general.seconds(placement)
+    general = Evaluator(work, "eager", general=True).seconds(placement)
+    assert Evaluator(work, "eager").seconds(placement) == general
 
 
 @pytest.mark.parametrize("schedule", TIMED_ORDERS)
