@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
-from entrain_opt.workload.media import FixedRule, MediaRule, SmartResizeRule, TileRule, media_rule
+from entrain_opt.workload.media import CombinedRule, FixedRule, MediaRule, SmartResizeRule, TileRule, media_rule
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 SIDES = st.integers(1, 10_000)
@@ -119,8 +119,10 @@ def test_windows_and_tokens_equal_the_model():
     vision_utils = pytest.importorskip("transformers.vision_utils")
     config = AutoConfig.from_pretrained(MODELS / "qwen2_5-vit-llama3_2-1b").vision_config
     config.depth, config.hidden_size, config.intermediate_size = 1, 64, 64
-    rule = media_rule(MODELS / "qwen2_5-vit-llama3_2-1b")
+    combined = media_rule(MODELS / "qwen2_5-vit-llama3_2-1b")
     model = Qwen2_5_VisionTransformerPretrainedModel._from_config(config).eval()
+    assert isinstance(combined, CombinedRule)
+    rule = combined.image_rule
     assert isinstance(rule, SmartResizeRule)
     for width, height in [(30, 30), (112, 112), (150, 300), (340, 90), (900, 700)]:
         size = rule.image(width, height)
