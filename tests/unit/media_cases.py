@@ -2,9 +2,14 @@
 
 import json
 import math
+import sys
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +77,25 @@ def as_text(expansion: Expansion, placeholder: str) -> str:
 def blank(width: int, height: int) -> NDArray[np.uint8]:
     """[3, height, width] zeros that occupy one byte."""
     return np.broadcast_to(np.uint8(0), (3, height, width))
+
+
+@cache
+def video_module(family: str) -> ModuleType:
+    """Transformers' video processing of a family; some import torchvision, which the functions used here never call."""
+    import transformers.image_utils
+    import transformers.video_processing_utils  # noqa: F401
+
+    names = (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    )
+    stand_ins = {name: ModuleType(name) for name in names}
+    for parent, child in pairwise(names):
+        setattr(stand_ins[parent], child.rpartition(".")[2], stand_ins[child])
+    with patch.dict(sys.modules, stand_ins):
+        return import_module(f"transformers.models.{family}.video_processing_{family}")
 
 
 def borrowed(owner: type, name: str, **attributes: Any) -> Any:

@@ -79,12 +79,10 @@ class FrameSampling:
     def _qwen2(self, total: int, fps: float | None) -> IntArray:
         if self.num_frames is not None:
             wanted = round(self.num_frames / self.multiple) * self.multiple
-        elif self.fps is not None:
-            limit = min(self.max_frames, total) // self.multiple * self.multiple
-            by_rate = total / _known(fps) * self.fps
-            wanted = math.floor(min(max(by_rate, self.min_frames), limit) / self.multiple) * self.multiple
         else:
-            return np.arange(total)
+            limit = min(self.max_frames, total) // self.multiple * self.multiple
+            by_rate = total / _known(fps) * (self.fps or 0)
+            wanted = math.floor(min(max(by_rate, self.min_frames), limit) / self.multiple) * self.multiple
         _check_wanted(wanted, total)
         return _steps(0.0, total, total / wanted)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
 
-_PIECES = re.compile(r"</?\|?[A-Za-z][\w-]*\|?>|\s*\n+| ?[^\W\d_]+|\d| ?[^\w\s]+|_|\s+")
+_PIECES = re.compile(r"</?\|?[A-Za-z][\w-]*\|?>|\s*\n+| ?[^\W\d_]+|\d| ?[^\w\s<]+| ?<|_|\s+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,14 @@ from entrain_opt.workload.media.tiles import FrameSquareRule, TileRule
 _QWEN2 = {"qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"}
 _QWEN3 = {"qwen3_vl", "qwen3_vl_moe"}
 _OMNI = {"qwen2_5_omni", "qwen2_5_omni_thinker"}
+#: How many of fps and num_frames each way of sampling takes.
+_GIVEN: dict[Method, tuple[int, ...]] = {
+    "uniform": (0, 1, 2),
+    "qwen2": (1,),
+    "qwen3": (0, 1),
+    "internvl": (1, 2),
+    "smolvlm": (2,),
+}
 
 
 def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> MediaRule | None:
@@ -128,10 +136,9 @@ def _sampling(files: ModelFiles, settings: dict[str, Any], method: Method, *, mu
     if not settings.get("do_sample_frames", False):
         return FrameSampling()
     fps, num_frames = settings.get("fps"), settings.get("num_frames")
-    takes_both, needs_both = method in {"uniform", "internvl"}, method == "smolvlm"
-    given = (fps is not None) + (num_frames is not None)
-    if (given == 2 and not (takes_both or needs_both)) or (given < 2 and needs_both) or (not given and takes_both):
-        expected = "both fps and num_frames" if needs_both else "one of fps and num_frames"
+    accepted = _GIVEN[method]
+    if (fps is not None) + (num_frames is not None) not in accepted:
+        expected = "both fps and num_frames" if accepted == (2,) else "one of fps and num_frames"
         raise RuntimeConfigError(
             f"{files.folder}: video processor with do_sample_frames: expected {expected}, found fps {fps}, num_frames "
             f"{num_frames}. Set them in video_preprocessor_config.json or processor_config.json."
