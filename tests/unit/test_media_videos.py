@@ -177,7 +177,7 @@ def compare_counts(rule: MediaRule, count, *, temporal: int) -> None:
         accepted += 1
         size = rule.video(frames, width, height)
         assert (size.patches, size.features) == (patches, patches // 4), (frames, width, height)
-        assert size.segments % -(-frames // temporal) == 0
+        assert size.segments == -(-frames // temporal)
     assert accepted > 1200
 
 
@@ -207,18 +207,20 @@ def test_qwen2_frames_share_the_budget_of_a_clip(tmp_path, monkeypatch):
     assert len(found) == 5
 
 
-def test_windows_of_videos_equal_the_model(tmp_path):
+def test_segments_of_videos_equal_the_model(tmp_path):
     import torch
 
     vision_utils = pytest.importorskip("transformers.vision_utils")
     rule = media_rule(qwen_folder(tmp_path, "qwen2_5_vl", window_size=112, fullatt_block_indexes=[1]))
-    for frames, width, height in [(2, 300, 200), (7, 500, 900)]:
+    for frames, width, height in [(2, 300, 200), (7, 500, 900), (1, 60, 60)]:
         size = rule.video(frames, width, height)
-        groups = -(-frames // 2)
         columns, rows = (side // 14 for side in rule.video_rule.resized(frames, width, height))
-        grid = torch.tensor([[groups, rows, columns]])
-        _, bounds = vision_utils.get_vision_window_index(grid, spatial_merge_size=2, window_size=112, patch_size=14)
-        assert (len(bounds) - 1, int(bounds[-1])) == (size.segments, size.patches)
+        lengths = vision_utils.get_vision_cu_seqlens(torch.tensor([[-(-frames // 2), rows, columns]])).diff()
+        assert (len(lengths), int(lengths.sum()), lengths.unique().tolist()) == (
+            size.segments,
+            size.patches,
+            [size.patches // size.segments],
+        )
 
 
 def test_qwen3_writes_the_times_that_its_processor_writes(tmp_path, tokenizer):

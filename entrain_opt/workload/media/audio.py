@@ -1,7 +1,7 @@
-"""Whisper-style audio: a clip becomes mel frames, a convolution halves them, two encoder positions make one token.
+"""Whisper-style audio: a clip becomes mel frames, a convolution halves them, encoder positions are joined to tokens.
 
 Qwen2-Audio pads every clip to the whole window (30 s) and computes on all of it; Qwen2.5-Omni computes on the clip's
-own frames, in chunks that do not see each other. The extractor cuts what exceeds its window, and so does the count
+own frames, chunk by chunk. The extractor cuts what exceeds its window, and so does the count
 here. A clip too short for one token (320 samples or fewer at the usual settings) raises.
 
 Source: the Whisper feature extractor and the Qwen2-Audio and Qwen2.5-Omni processors and models of Transformers 5.
@@ -27,13 +27,15 @@ class WhisperRule(MediaRule):
         sampling_rate: samples per second that the extractor takes; clips are resampled to it.
         hop_samples: samples per mel frame.
         max_frames: mel frames of the whole window.
+        positions_per_token: encoder positions behind each token.
         padded_positions: encoder positions that every clip fills; None where only its own frames are computed.
-        chunk_frames: mel frames that attend to each other; None for the whole clip.
+        chunk_frames: mel frames that are convolved together; None for the whole clip.
     """
 
     sampling_rate: int = 16_000
     hop_samples: int = 160
     max_frames: int = 3_000
+    positions_per_token: int = 2
     padded_positions: int | None = None
     chunk_frames: int | None = None
 
@@ -48,13 +50,14 @@ class WhisperRule(MediaRule):
         chunk = self.chunk_frames or frames
         whole, rest = divmod(frames, chunk)
         positions = whole * _halved(chunk) + _halved(rest)
-        tokens = _halved(frames) // 2
+        tokens = _halved(frames) // self.positions_per_token
         if tokens < 1:
+            fewest_samples = (2 * self.positions_per_token - 2) * self.hop_samples + 1
             raise WorkloadError(
                 f"audio: {seconds:g} seconds are too short for one token (at least "
-                f"{(2 * self.hop_samples + 1) / self.sampling_rate:g}). Leave it out (policy skip)."
+                f"{fewest_samples / self.sampling_rate:g}). Leave it out (policy skip)."
             )
-        return MediaSize(patches=self.padded_positions or positions, segments=whole + (rest > 0), tokens=tokens)
+        return MediaSize(patches=self.padded_positions or positions, segments=1, tokens=tokens)
 
     def mel_frames(self, seconds: float) -> int:
         """Frames of a clip; what exceeds the window is cut by the extractor."""

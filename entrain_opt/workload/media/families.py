@@ -1,34 +1,27 @@
-"""Model folder -> media rule: which processor a family uses, and with which settings.
+"""Model folder -> media rule: one rule per media kind that the model takes.
 
-Settings that the combined processor of a family fixes, whatever the image processor's file says, are fixed here too:
-InternVL always tiles images, Qwen2.5-Omni has its own video budget. A loader that uses the image processor alone must
-pass them on. Gemma 3 pans and scans where the image processor's file says so.
+A composed model (`model_type: entrain_composed`) has the encoders of its `vision_config` and `audio_config`, each with
+the processor of its own family and a projector that may join `stack` neighbours into one token; positions that do not
+fill a token are dropped.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.spec.folder import find_model_folder, first_value, read_json
-from entrain_opt.workload.media.anyres import AnyResolutionRule
+from entrain_opt.spec.folder import find_model_folder
 from entrain_opt.workload.media.audio import WhisperRule
-from entrain_opt.workload.media.folder import ModelFiles, square, tower_side
-from entrain_opt.workload.media.pan_and_scan import PanAndScanRule
+from entrain_opt.workload.media.folder import ModelFiles
+from entrain_opt.workload.media.image_rules import image_rule
 from entrain_opt.workload.media.rule import CombinedRule, MediaRule
-from entrain_opt.workload.media.smart_resize import SmartResizeRule
-from entrain_opt.workload.media.splits import SplitRule
 from entrain_opt.workload.media.text import TextCounter
-from entrain_opt.workload.media.tiles import FixedRule, TileRule
-from entrain_opt.workload.media.videos import pixel_budget, video_rule, window_side
+from entrain_opt.workload.media.videos import video_rule
 
-_CLASS_TOKEN_TOWERS = {"clip_vision_model", "clip_vision_text_model"}
 _AUDIO_FAMILIES = {"qwen2_audio", "qwen2_5_omni", "qwen2_5_omni_thinker"}
-#: Side of a thin image's long edge that would not fit in memory where the short side is resized and the rest cropped.
-_MAX_CROPPED_RATIO = 200.0
-_NEXT_RESOLUTIONS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+_OMNI_ENCODER = "qwen2_5_omni_audio_encoder"
+#: Encoder positions that each encoder averages into one; the others leave that to the projector.
+_POOLED = {"whisper": 1, "qwen2_audio_encoder": 2, _OMNI_ENCODER: 2}
 
 
 def media_rule(model_folder: str | Path) -> MediaRule:
@@ -42,52 +35,15 @@ def media_rule(model_folder: str | Path) -> MediaRule:
     """
     files = ModelFiles.read(find_model_folder(model_folder))
     text = TextCounter.of_folder(files.folder)
-    audio = whisper_rule(files) if files.family in _AUDIO_FAMILIES else None
-    if files.family == "qwen2_audio":
+    takes_audio = bool(files.audio) if files.is_composed else files.family in _AUDIO_FAMILIES
+    audio = whisper_rule(files) if takes_audio else None
+    if audio is not None and (files.family == "qwen2_audio" or (files.is_composed and not files.vision)):
         return CombinedRule(audio_rule=audio)
     images = image_rule(files, text)
     videos = video_rule(files, images, text)
     if audio is None and videos is None:
         return images
     return CombinedRule(image_rule=images, audio_rule=audio, video_rule=videos)
-
-
-def image_rule(files: ModelFiles, text: TextCounter) -> MediaRule:
-    """The rule of a model's images, by the class of its image processor.
-
-    Raises:
-        RuntimeConfigError: the processor is unknown, or model and processor disagree.
-    """
-    settings, name = files.image_processor, files.image_processor_name
-    if settings.get("do_resize", True) is not True:
-        raise RuntimeConfigError(f"{files.folder}: do_resize: expected true, found {settings['do_resize']!r}.")
-    match name:
-        case "GotOcr2ImageProcessor":
-            return _tile_rule(files, settings, text)
-        case "SiglipImageProcessor":
-            size = square(settings, "size", {"height": 224, "width": 224}, files.folder)
-            return FixedRule(**_tower_counts(files, size))
-        case "CLIPImageProcessor" | "LlavaImageProcessor":
-            if not settings.get("do_center_crop", True):
-                raise RuntimeConfigError(f"{files.folder}: do_center_crop: expected true for {name}, found false.")
-            size = square(settings, "crop_size", {"height": 224, "width": 224}, files.folder)
-            resizes_short_side = "height" not in (settings.get("size") or {})
-            pads = name == "LlavaImageProcessor" and bool(settings.get("do_pad", False))
-            limit = _MAX_CROPPED_RATIO if resizes_short_side and not pads else None
-            return FixedRule(**_tower_counts(files, size), max_aspect_ratio=limit)
-        case "LlavaNextImageProcessor" | "LlavaOnevisionImageProcessor":
-            return _any_resolution_rule(files, settings, is_onevision=name == "LlavaOnevisionImageProcessor")
-        case "Qwen2VLImageProcessor" | "Qwen3VLImageProcessor":
-            return _smart_resize_rule(files, settings)
-        case "Idefics3ImageProcessor" | "SmolVLMImageProcessor":
-            return _split_rule(files, settings, text)
-        case "Gemma3ImageProcessor":
-            return _pan_and_scan_rule(files, settings, text)
-    raise RuntimeConfigError(
-        f"{files.folder}: image_processor_type: expected that of CLIP, SigLIP, LLaVA, LLaVA-NeXT, LLaVA-OneVision, "
-        f"Qwen2-VL, Qwen3-VL, GotOcr2 (InternVL), Idefics3, SmolVLM or Gemma3, found {name!r}. "
-        "A new rule goes into entrain_opt/workload/media/, as CONTRIBUTING.md says."
-    )
 
 
 def whisper_rule(files: ModelFiles) -> WhisperRule:
@@ -99,166 +55,21 @@ def whisper_rule(files: ModelFiles) -> WhisperRule:
     settings = files.feature_extractor
     rate, hop = settings.get("sampling_rate", 16_000), settings.get("hop_length", 160)
     max_frames = settings.get("chunk_length", 30) * rate // hop
-    if files.family != "qwen2_audio":
-        return WhisperRule(
-            sampling_rate=rate,
-            hop_samples=hop,
-            max_frames=max_frames,
-            chunk_frames=2 * files.audio.get("n_window", 100),
-        )
-    positions = files.audio.get("max_source_positions", 1_500)
-    files.expect_equal("chunk_length", max_frames, 2 * positions, "audio_config.max_source_positions (mel frames)")
-    return WhisperRule(sampling_rate=rate, hop_samples=hop, max_frames=max_frames, padded_positions=positions)
-
-
-def _tower_counts(files: ModelFiles, size: tuple[int, int]) -> dict[str, int]:
-    """Patches and tokens of one image that fills a LLaVA vision tower."""
-    _, grid_side = _checked_tower(files, size)
-    patches = grid_side**2 + (files.vision.get("model_type") in _CLASS_TOKEN_TOWERS)
-    drops_first = files.config.get("vision_feature_select_strategy", "default") == "default"
-    return {"patches": patches, "tokens": patches - drops_first}
-
-
-def _checked_tower(files: ModelFiles, size: tuple[int, int]) -> tuple[int, int]:
-    """(pixels, patches) per side, if the processor makes images of that size."""
-    image_side, grid_side = tower_side(files)
-    if size != (image_side, image_side):
+    encoder = files.audio.get("model_type", "qwen2_audio_encoder" if files.family == "qwen2_audio" else _OMNI_ENCODER)
+    if encoder not in _POOLED:
         raise RuntimeConfigError(
-            f"{files.folder}: the processor makes images of {size[0]} x {size[1]}, vision_config.image_size is "
-            f"{image_side}."
+            f"{files.folder}: audio_config.model_type: expected one of {sorted(_POOLED)}, found {encoder!r}. "
+            "A new rule goes into entrain_opt/workload/media/, as CONTRIBUTING.md says."
         )
-    return image_side, grid_side
-
-
-def _tile_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> MediaRule:
-    size = square(settings, "size", {"height": 384, "width": 384}, files.folder)
-    min_tiles, max_tiles = settings.get("min_patches", 1), settings.get("max_patches", 12)
-    if files.family == "internvl":
-        image_side, grid_side = _checked_tower(files, size)
-        strategy = files.config.get("vision_feature_select_strategy", "default")
-        files.expect_equal("vision_feature_select_strategy", strategy, "default", "the class token of InternVL")
-        tokens = int(grid_side * files.config.get("downsample_ratio", 0.5)) ** 2
-        files.expect_equal("image_seq_length", files.processor.get("image_seq_length", tokens), tokens, "config.json")
-        names = _special_tokens(files)
-        return TileRule(
-            tile_width=image_side,
-            tile_height=image_side,
-            min_tiles=min_tiles,
-            max_tiles=max_tiles,
-            patches_per_tile=grid_side**2 + 1,
-            tokens_per_tile=tokens,
-            opening=names.get("start_image_token", "<img>"),
-            closing=names.get("end_image_token", "</img>"),
-            text=text,
-        )
-    counts = _tower_counts(files, size)
-    if not settings.get("crop_to_patches", False) or max_tiles < 2:
-        return FixedRule(**counts)
-    return TileRule(
-        tile_width=size[0],
-        tile_height=size[1],
-        min_tiles=min_tiles,
-        max_tiles=max_tiles,
-        patches_per_tile=counts["patches"],
-        tokens_per_tile=counts["tokens"],
+    positions = None
+    if encoder != _OMNI_ENCODER:
+        positions = files.audio.get("max_source_positions", 1_500)
+        files.expect_equal("chunk_length", max_frames, 2 * positions, "audio_config.max_source_positions (mel frames)")
+    return WhisperRule(
+        sampling_rate=rate,
+        hop_samples=hop,
+        max_frames=max_frames,
+        positions_per_token=_POOLED[encoder] * files.stack("audio_projector"),
+        padded_positions=positions,
+        chunk_frames=2 * files.audio.get("n_window", 100) if encoder == _OMNI_ENCODER else None,
     )
-
-
-def _any_resolution_rule(files: ModelFiles, settings: dict[str, Any], *, is_onevision: bool) -> AnyResolutionRule:
-    image_side, grid_side = tower_side(files)
-    default = {"height": 384, "width": 384} if is_onevision else {"height": 224, "width": 224}
-    crop = None if is_onevision else default
-    tile = first_value(settings, "crop_size") or crop or first_value(settings, "size") or default
-    size = square({"size": tile}, "size", default, files.folder)
-    _checked_tower(files, size)
-    counts = _tower_counts(files, size)
-    if counts["tokens"] != grid_side**2:
-        raise RuntimeConfigError(
-            f"{files.folder}: vision_feature_select_strategy: expected one feature per patch of a {grid_side} x "
-            f"{grid_side} grid, found {counts['tokens']}. Use `default` with a class token, `full` without."
-        )
-    sides = range(1, 7)
-    known = [[384 * row, 384 * column] for row in sides for column in sides] if is_onevision else _NEXT_RESOLUTIONS
-    resolutions = first_value(settings, "image_grid_pinpoints") or known
-    expected = first_value(files.config, "image_grid_pinpoints") or resolutions
-    files.expect_equal("image_grid_pinpoints", resolutions, expected, "config.json")
-    max_tiles = None
-    if is_onevision:
-        written = first_value(files.processor, "vision_aspect_ratio") or files.config.get("vision_aspect_ratio")
-        found = re.fullmatch(r"anyres_max_(\d+)", written or "anyres_max_9")
-        if found is None:
-            raise RuntimeConfigError(
-                f"{files.folder}: vision_aspect_ratio: expected anyres_max_ and a number, found {written!r}."
-            )
-        max_tiles = int(found.group(1))
-    return AnyResolutionRule(
-        tile_side=image_side,
-        grid_side=grid_side,
-        patches_per_tile=counts["patches"],
-        resolutions=tuple((int(height), int(width)) for height, width in resolutions),
-        max_tiles=max_tiles,
-    )
-
-
-def _smart_resize_rule(files: ModelFiles, settings: dict[str, Any]) -> SmartResizeRule:
-    size = settings.get("size") or {}
-    patch_side, merge = settings.get("patch_size", 14), settings.get("merge_size", 2)
-    files.expect_equal("patch_size", patch_side, files.vision.get("patch_size", patch_side), "vision_config")
-    files.expect_equal("spatial_merge_size", merge, files.vision.get("spatial_merge_size", merge), "vision_config")
-    min_pixels, max_pixels = pixel_budget(
-        files,
-        first_value(settings, "min_pixels") or size.get("shortest_edge", 56 * 56),
-        first_value(settings, "max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
-    )
-    return SmartResizeRule(
-        patch_side=patch_side,
-        merge=merge,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        window_side=window_side(files),
-    )
-
-
-def _split_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> SplitRule:
-    tile_side = (first_value(settings, "max_image_size") or {"longest_edge": 364}).get("longest_edge")
-    longest_edge = (first_value(settings, "size") or {"longest_edge": 4 * 364}).get("longest_edge")
-    if not isinstance(tile_side, int) or not isinstance(longest_edge, int):
-        raise RuntimeConfigError(f"{files.folder}: size and max_image_size: expected longest_edge, found no number.")
-    _, grid_side = _checked_tower(files, (tile_side, tile_side))
-    tokens = grid_side**2 // files.config.get("scale_factor", 2) ** 2
-    files.expect_equal("image_seq_len", files.processor.get("image_seq_len", tokens), tokens, "config.json")
-    return SplitRule(
-        longest_edge=longest_edge if settings.get("do_image_splitting", True) else None,
-        tile_side=tile_side,
-        patches_per_tile=grid_side**2,
-        tokens_per_tile=tokens,
-        text=text,
-    )
-
-
-def _pan_and_scan_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> PanAndScanRule:
-    size = square(settings, "size", {"height": 224, "width": 224}, files.folder)
-    _, grid_side = _checked_tower(files, size)
-    tokens = files.config.get("mm_tokens_per_image", 256)
-    written = first_value(files.processor, "image_seq_length") or tokens
-    files.expect_equal("image_seq_length", written, tokens, "config.mm_tokens_per_image")
-    names = _special_tokens(files)
-    crops = first_value(settings, "pan_and_scan_max_num_crops") or 4
-    return PanAndScanRule(
-        patches_per_square=grid_side**2,
-        tokens_per_square=tokens,
-        text=text,
-        opening=names.get("boi_token", "<start_of_image>"),
-        closing=names.get("eoi_token", "<end_of_image>"),
-        max_crops=crops if settings.get("do_pan_and_scan") else 0,
-        min_crop_side=first_value(settings, "pan_and_scan_min_crop_size") or 256,
-        min_ratio=first_value(settings, "pan_and_scan_min_ratio_to_activate") or 1.2,
-    )
-
-
-def _special_tokens(files: ModelFiles) -> dict[str, str]:
-    """Named special tokens that the tokenizer's settings list."""
-    path = files.folder / "tokenizer_config.json"
-    settings = read_json(path) if path.exists() else {}
-    names = {**settings, **(settings.get("extra_special_tokens") or {})}
-    return {name: value for name, value in names.items() if isinstance(value, str)}

@@ -99,6 +99,22 @@ class ModelFiles:
         return str(self.config.get("model_type"))
 
     @property
+    def is_composed(self) -> bool:
+        """Whether the config is of this project's own form."""
+        return self.family == "entrain_composed"
+
+    def stack(self, projector: str) -> int:
+        """Neighbours that the projector of a composed model joins into one token; 1 in other models.
+
+        Raises:
+            RuntimeConfigError: not a positive number.
+        """
+        stack = (self.config.get(projector) or {}).get("stack", 1) if self.is_composed else 1
+        if not isinstance(stack, int) or stack < 1:
+            raise RuntimeConfigError(f"{self.folder}: {projector}.stack: expected at least 1, found {stack!r}.")
+        return stack
+
+    @property
     def vision(self) -> dict[str, Any]:
         return self.config.get("vision_config") or {}
 

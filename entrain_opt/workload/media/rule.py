@@ -26,7 +26,8 @@ class MediaSize:
 
     Attributes:
         patches: what the encoder computes on (a class token counts).
-        segments: attention segments that the patches fall into: tiles, frames or windows.
+        segments: parts that no layer's attention crosses: pictures, tiles, frames or clips. Windows within them belong
+            to the model's layers (`ModuleSpec`), not to the item.
         tokens: what the language model sees, the processor's own text included.
         markers: how many of the tokens are that text; the others are rows that the projector makes.
     """

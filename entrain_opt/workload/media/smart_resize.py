@@ -2,7 +2,7 @@
 
 An image's sides are rounded to multiples of patch * merge. A video's sampled frames are grouped by `temporal` (the last
 one repeats to fill a group); Qwen2-VL gives every frame the image's kind of budget, Qwen3-VL one budget to the whole
-clip, and writes a timestamp before each group.
+clip, and writes a timestamp before each group. The encoder attends within a group.
 
 Source: the smart resize of the Qwen2-VL image and video processors and of the Qwen3-VL video processor, and the texts
 of the Qwen3-VL processor, of Transformers 5.
@@ -32,7 +32,6 @@ class SmartResizeRule(MediaRule):
         patch_side: pixels.
         merge: patches per token and side.
         min_pixels, max_pixels: of the resized image.
-        window_side: pixels of an attention window; None for full attention over the image.
         max_aspect_ratio: the processor's own guard.
     """
 
@@ -40,14 +39,11 @@ class SmartResizeRule(MediaRule):
     merge: int
     min_pixels: int
     max_pixels: int
-    window_side: int | None = None
     max_aspect_ratio: float = MAX_ASPECT_RATIO
 
     def image(self, width: int, height: int) -> MediaSize:
         columns, rows = (side // self.patch_side for side in self.resized(width, height))
-        patches = columns * rows
-        segments = num_windows(columns, rows, self.patch_side, self.merge, self.window_side)
-        return MediaSize(patches=patches, segments=segments, tokens=patches // self.merge**2)
+        return MediaSize(patches=columns * rows, segments=1, tokens=columns * rows // self.merge**2)
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that the processor resizes to, each at least one merged patch."""
@@ -66,7 +62,7 @@ class SmartResizeVideoRule(MediaRule):
     """Videos of the Qwen-VL families.
 
     Attributes:
-        patch_side, merge, window_side: as for images.
+        patch_side, merge: as for images.
         temporal: frames per group.
         min_pixels, max_pixels: of a resized frame, or of the clip where `clip_budget`.
         sampling: which frames.
@@ -83,7 +79,6 @@ class SmartResizeVideoRule(MediaRule):
     min_pixels: int
     max_pixels: int
     sampling: FrameSampling
-    window_side: int | None = None
     clip_budget: bool = False
     max_video_tokens: int | None = None
     timestamps: TextCounter | None = None
@@ -98,12 +93,11 @@ class SmartResizeVideoRule(MediaRule):
         indices = self.sampling.indices(num_frames, fps)
         columns, rows = (side // self.patch_side for side in self.resized(len(indices), width, height))
         groups = math.ceil(len(indices) / self.temporal)
-        segments = groups * num_windows(columns, rows, self.patch_side, self.merge, self.window_side)
         patches = groups * columns * rows
         if self.timestamps is None:
-            return MediaSize(patches=patches, segments=segments, tokens=patches // self.merge**2)
+            return MediaSize(patches=patches, segments=groups, tokens=patches // self.merge**2)
         pieces = self._expansion(indices, columns * rows // self.merge**2, fps)
-        return expansion_size(pieces, self.timestamps, patches=patches, segments=segments)
+        return expansion_size(pieces, self.timestamps, patches=patches, segments=groups)
 
     def video_expansion(self, num_frames: int, width: int, height: int, fps: float | None = None) -> Expansion:
         if self.timestamps is None:
@@ -189,11 +183,3 @@ def resized_sides(
         scale = math.sqrt(min_pixels / pixels)
         sides = [math.ceil(side * scale / factor) * factor for side in (width, height)]
     return max(factor, sides[0]), max(factor, sides[1])
-
-
-def num_windows(columns: int, rows: int, patch_side: int, merge: int, window_side: int | None) -> int:
-    """Attention windows of one frame of `columns` x `rows` patches; 1 without windows."""
-    if window_side is None:
-        return 1
-    patches_per_window = window_side // patch_side // merge * merge
-    return math.ceil(columns / patches_per_window) * math.ceil(rows / patches_per_window)

@@ -15,6 +15,7 @@ from entrain_opt.workload.media.text import TextCounter
 from entrain_opt.workload.media.tiles import FrameSquareRule, TileRule
 
 _QWEN2 = {"qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"}
+_QWEN2_TOWERS = {"qwen2_5_vl_vision", "qwen2_5_vl", "qwen2_5_omni_vision_encoder"}
 _QWEN3 = {"qwen3_vl", "qwen3_vl_moe"}
 _OMNI = {"qwen2_5_omni", "qwen2_5_omni_thinker"}
 #: How many of fps and num_frames each way of sampling takes.
@@ -39,7 +40,7 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
         RuntimeConfigError: settings that the processor would refuse, or that disagree with the model.
     """
     settings, family = files.video_processor, files.family
-    if family in _QWEN2:
+    if family in _QWEN2 or (files.is_composed and files.vision.get("model_type") in _QWEN2_TOWERS):
         return _qwen_rule(files, settings, text=None)
     if family in _QWEN3:
         return _qwen_rule(files, settings, text=text)
@@ -106,17 +107,10 @@ def _qwen_rule(files: ModelFiles, settings: dict[str, Any], *, text: TextCounter
         min_pixels=min_pixels,
         max_pixels=max_pixels,
         sampling=sampling,
-        window_side=window_side(files),
         clip_budget=is_qwen3,
         max_video_tokens=most_tokens if caps else None,
         timestamps=text,
     )
-
-
-def window_side(files: ModelFiles) -> int | None:
-    """Pixels of an attention window of a Qwen vision tower; None with full attention."""
-    has_windows = "fullatt_block_indexes" in files.vision or files.family in {"qwen2_5_vl", *_OMNI}
-    return files.vision.get("window_size", 112) if has_windows else None
 
 
 def pixel_budget(files: ModelFiles, min_pixels: Any, max_pixels: Any) -> tuple[int, int]:
