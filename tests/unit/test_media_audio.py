@@ -53,7 +53,7 @@ def test_qwen2_audio_equals_the_processor(tmp_path):
     assert rule.kinds == ("audio",)
     processor = Qwen2AudioProcessor(extractor(), small_tokenizer())
     too_short = 0
-    for samples in random_lengths(25, 40 * 16_000):
+    for samples in random_lengths(8, 40 * 16_000):
         made = processor(text="<|AUDIO|>", audio=[np.zeros(samples, dtype=np.float32)], sampling_rate=16_000)
         tokens = list(made["input_ids"][0]).count(processor.audio_token_id)
         if tokens == 0:
@@ -66,6 +66,29 @@ def test_qwen2_audio_equals_the_processor(tmp_path):
         assert size.patches == np.shape(made["input_features"])[-1] // 2
         assert rule.audio_expansion(samples / 16_000) == (tokens,)
     assert too_short >= 4
+
+
+def test_two_thousand_clips_equal_the_processor(monkeypatch):
+    """In a window of 3 s, without the spectrogram, whose length follows from the window."""
+    from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    monkeypatch.setattr(
+        WhisperFeatureExtractor,
+        "_torch_extract_fbank_features",
+        lambda self, clips, device: np.zeros((len(clips), 1, 1)),
+    )
+    processor = Qwen2AudioProcessor(extractor(chunk_length=3), small_tokenizer())
+    rule = WhisperRule(max_frames=300, padded_positions=150)
+    silence = np.zeros(4 * 16_000, dtype=np.float32)
+    for samples in random_lengths(2000, len(silence), seed=1):
+        made, texts = processor._process_audio([silence[:samples]], sampling_rate=16_000)
+        tokens = texts[0].count("<|AUDIO|>")
+        assert tokens == made["num_audio_tokens"][0]
+        if tokens:
+            assert rule.audio(samples / 16_000).tokens == tokens
+        else:
+            with pytest.raises(WorkloadError, match="too short"):
+                rule.audio(samples / 16_000)
 
 
 @pytest.mark.parametrize("rate", [8_000, 11_025, 16_000, 22_050, 44_100, 48_000])
