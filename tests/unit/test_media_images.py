@@ -495,3 +495,28 @@ def test_rules_are_values(tmp_path):
         assert pickle.loads(pickle.dumps(rule)) == rule == media_rule(folder)
         assert hash(rule) == hash(media_rule(folder))
     assert isinstance(image_rule(media_rule(onevision_folder(tmp_path / "a"))), AnyResolutionRule)
+
+
+def test_null_is_a_default(tmp_path):
+    """Transformers writes null for what is not set."""
+    plain = media_rule(internvl_folder(tmp_path / "a"))
+    assert (
+        media_rule(internvl_folder(tmp_path / "b", crop_to_patches=None, max_patches=None, min_patches=None)) == plain
+    )
+    folder = internvl_folder(tmp_path / "c")
+    named = {"extra_special_tokens": {"start_image_token": "<s>", "end_image_token": {"content": "<e>"}}}
+    write_folder(folder, read(folder, "config"), tokenizer_config=named)
+    assert media_rule(folder).image_expansion(10, 10) == ("<s>", 256, "<e>")
+    folder = onevision_folder(tmp_path / "d")
+    config = {**read(folder, "config"), "vision_feature_select_strategy": None, "vision_aspect_ratio": None}
+    assert media_rule(write_folder(folder, config)) == media_rule(onevision_folder(tmp_path / "e"))
+
+
+@pytest.mark.parametrize("size", [224, {"height": 224, "width": 224}])
+def test_a_size_of_another_kind_is_named(size, tmp_path):
+    config = {"model_type": "qwen2_vl", "vision_config": {"patch_size": 14}}
+    folder = write_folder(
+        tmp_path, config, preprocessor_config={"image_processor_type": "Qwen2VLImageProcessor", "size": size}
+    )
+    with pytest.raises(RuntimeConfigError, match="size: expected shortest_edge and longest_edge, found"):
+        media_rule(folder)

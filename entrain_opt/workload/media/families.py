@@ -12,7 +12,7 @@ from pathlib import Path
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.folder import find_model_folder
 from entrain_opt.workload.media.audio import WhisperRule
-from entrain_opt.workload.media.folder import ModelFiles
+from entrain_opt.workload.media.folder import ModelFiles, setting
 from entrain_opt.workload.media.image_rules import image_rule
 from entrain_opt.workload.media.rule import CombinedRule, MediaRule
 from entrain_opt.workload.media.text import TextCounter
@@ -53,9 +53,11 @@ def whisper_rule(files: ModelFiles) -> WhisperRule:
         RuntimeConfigError: no Whisper feature extractor, or its window is not what the encoder takes.
     """
     settings = files.feature_extractor
-    rate, hop = settings.get("sampling_rate", 16_000), settings.get("hop_length", 160)
-    max_frames = settings.get("chunk_length", 30) * rate // hop
-    encoder = files.audio.get("model_type", "qwen2_audio_encoder" if files.family == "qwen2_audio" else _OMNI_ENCODER)
+    rate, hop = setting(settings, "sampling_rate", 16_000), setting(settings, "hop_length", 160)
+    max_frames = setting(settings, "chunk_length", 30) * rate // hop
+    encoder = setting(
+        files.audio, "model_type", "qwen2_audio_encoder" if files.family == "qwen2_audio" else _OMNI_ENCODER
+    )
     if encoder not in _POOLED:
         raise RuntimeConfigError(
             f"{files.folder}: audio_config.model_type: expected one of {sorted(_POOLED)}, found {encoder!r}. "
@@ -63,7 +65,7 @@ def whisper_rule(files: ModelFiles) -> WhisperRule:
         )
     positions = None
     if encoder != _OMNI_ENCODER:
-        positions = files.audio.get("max_source_positions", 1_500)
+        positions = setting(files.audio, "max_source_positions", 1_500)
         files.expect_equal("chunk_length", max_frames, 2 * positions, "audio_config.max_source_positions (mel frames)")
     return WhisperRule(
         sampling_rate=rate,
@@ -71,5 +73,5 @@ def whisper_rule(files: ModelFiles) -> WhisperRule:
         max_frames=max_frames,
         positions_per_token=_POOLED[encoder] * files.stack("audio_projector"),
         padded_positions=positions,
-        chunk_frames=2 * files.audio.get("n_window", 100) if encoder == _OMNI_ENCODER else None,
+        chunk_frames=2 * setting(files.audio, "n_window", 100) if encoder == _OMNI_ENCODER else None,
     )

@@ -109,7 +109,7 @@ class ModelFiles:
         Raises:
             RuntimeConfigError: not a positive number.
         """
-        stack = (self.config.get(projector) or {}).get("stack", 1) if self.is_composed else 1
+        stack = setting(setting(self.config, projector, {}), "stack", 1) if self.is_composed else 1
         if not isinstance(stack, int) or stack < 1:
             raise RuntimeConfigError(f"{self.folder}: {projector}.stack: expected at least 1, found {stack!r}.")
         return stack
@@ -133,6 +133,24 @@ class ModelFiles:
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
+
+
+def setting(settings: dict[str, Any], name: str, default: Any) -> Any:
+    """The value of a field; the default where it is absent or null, as Transformers writes what is not set."""
+    value = settings.get(name)
+    return default if value is None else value
+
+
+def edges(settings: dict[str, Any], field: str, default: dict[str, int], folder: Path) -> dict[str, int]:
+    """`shortest_edge` and `longest_edge` of a size field; from `default` where it lacks one.
+
+    Raises:
+        RuntimeConfigError: not such a size.
+    """
+    size = setting(settings, field, {})
+    if not isinstance(size, dict) or size.keys() & {"height", "width"}:
+        raise RuntimeConfigError(f"{folder}: {field}: expected shortest_edge and longest_edge, found {size!r}.")
+    return {name: setting(size, name, value) for name, value in default.items()}
 
 
 def square(settings: dict[str, Any], field: str, default: dict[str, int], folder: Path) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.folder import first_value, read_json
 from entrain_opt.workload.media.anyres import AnyResolutionRule
-from entrain_opt.workload.media.folder import ModelFiles, square, tower_side
+from entrain_opt.workload.media.folder import ModelFiles, edges, setting, square, tower_side
 from entrain_opt.workload.media.pan_and_scan import PanAndScanRule
 from entrain_opt.workload.media.rule import MediaRule
 from entrain_opt.workload.media.smart_resize import SmartResizeRule
@@ -37,7 +37,7 @@ def image_rule(files: ModelFiles, text: TextCounter) -> MediaRule:
         RuntimeConfigError: the processor is unknown, or model and processor disagree.
     """
     settings, name = files.image_processor, files.image_processor_name
-    if settings.get("do_resize", True) is not True:
+    if setting(settings, "do_resize", True) is not True:
         raise RuntimeConfigError(f"{files.folder}: do_resize: expected true, found {settings['do_resize']!r}.")
     if files.is_composed:
         _check_composed(files, name)
@@ -48,11 +48,11 @@ def image_rule(files: ModelFiles, text: TextCounter) -> MediaRule:
             size = square(settings, "size", {"height": 224, "width": 224}, files.folder)
             return FixedRule(**_tower_counts(files, size))
         case "CLIPImageProcessor" | "LlavaImageProcessor":
-            if not settings.get("do_center_crop", True):
+            if not setting(settings, "do_center_crop", True):
                 raise RuntimeConfigError(f"{files.folder}: do_center_crop: expected true for {name}, found false.")
             size = square(settings, "crop_size", {"height": 224, "width": 224}, files.folder)
             resizes_short_side = "height" not in (settings.get("size") or {})
-            pads = name == "LlavaImageProcessor" and bool(settings.get("do_pad", False))
+            pads = name == "LlavaImageProcessor" and bool(setting(settings, "do_pad", False))
             limit = _MAX_CROPPED_RATIO if resizes_short_side and not pads else None
             return FixedRule(**_tower_counts(files, size), max_aspect_ratio=limit)
         case "LlavaNextImageProcessor" | "LlavaOnevisionImageProcessor":
@@ -93,7 +93,8 @@ def _tower_counts(files: ModelFiles, size: tuple[int, int]) -> dict[str, int]:
                 f"{files.folder}: vision_projector.stack: expected a divisor of {grid_side**2} patches, found {stack}."
             )
         return {"patches": patches, "tokens": grid_side**2 // stack}
-    drops_first = files.config.get("vision_feature_select_strategy", "default") == "default"
+    usual = "full" if files.family == "llava_onevision" else "default"
+    drops_first = setting(files.config, "vision_feature_select_strategy", usual) == "default"
     return {"patches": patches, "tokens": patches - drops_first}
 
 
@@ -110,13 +111,15 @@ def _checked_tower(files: ModelFiles, size: tuple[int, int]) -> tuple[int, int]:
 
 def _tile_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> MediaRule:
     size = square(settings, "size", {"height": 384, "width": 384}, files.folder)
-    min_tiles, max_tiles = settings.get("min_patches", 1), settings.get("max_patches", 12)
+    min_tiles, max_tiles = setting(settings, "min_patches", 1), setting(settings, "max_patches", 12)
     if files.family == "internvl":
         image_side, grid_side = _checked_tower(files, size)
-        strategy = files.config.get("vision_feature_select_strategy", "default")
+        strategy = setting(files.config, "vision_feature_select_strategy", "default")
         files.expect_equal("vision_feature_select_strategy", strategy, "default", "the class token of InternVL")
-        tokens = int(grid_side * files.config.get("downsample_ratio", 0.5)) ** 2
-        files.expect_equal("image_seq_length", files.processor.get("image_seq_length", tokens), tokens, "config.json")
+        tokens = int(grid_side * setting(files.config, "downsample_ratio", 0.5)) ** 2
+        files.expect_equal(
+            "image_seq_length", setting(files.processor, "image_seq_length", tokens), tokens, "config.json"
+        )
         names = _special_tokens(files)
         return TileRule(
             tile_width=image_side,
@@ -130,7 +133,7 @@ def _tile_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -
             text=text,
         )
     counts = _tower_counts(files, size)
-    if not settings.get("crop_to_patches", False) or max_tiles < 2:
+    if not setting(settings, "crop_to_patches", False) or max_tiles < 2:
         return FixedRule(**counts)
     return TileRule(
         tile_width=size[0],
@@ -179,14 +182,14 @@ def _any_resolution_rule(files: ModelFiles, settings: dict[str, Any], *, is_onev
 
 
 def _smart_resize_rule(files: ModelFiles, settings: dict[str, Any]) -> SmartResizeRule:
-    size = settings.get("size") or {}
-    patch_side, merge = settings.get("patch_size", 14), settings.get("merge_size", 2)
-    files.expect_equal("patch_size", patch_side, files.vision.get("patch_size", patch_side), "vision_config")
-    files.expect_equal("spatial_merge_size", merge, files.vision.get("spatial_merge_size", merge), "vision_config")
+    size = edges(settings, "size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, files.folder)
+    patch_side, merge = setting(settings, "patch_size", 14), setting(settings, "merge_size", 2)
+    files.expect_equal("patch_size", patch_side, setting(files.vision, "patch_size", patch_side), "vision_config")
+    files.expect_equal("spatial_merge_size", merge, setting(files.vision, "spatial_merge_size", merge), "vision_config")
     min_pixels, max_pixels = pixel_budget(
         files,
-        first_value(settings, "min_pixels") or size.get("shortest_edge", 56 * 56),
-        first_value(settings, "max_pixels") or size.get("longest_edge", 28 * 28 * 1280),
+        first_value(settings, "min_pixels") or size["shortest_edge"],
+        first_value(settings, "max_pixels") or size["longest_edge"],
     )
     return SmartResizeRule(
         patch_side=patch_side,
@@ -197,15 +200,13 @@ def _smart_resize_rule(files: ModelFiles, settings: dict[str, Any]) -> SmartResi
 
 
 def _split_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> SplitRule:
-    tile_side = (first_value(settings, "max_image_size") or {"longest_edge": 364}).get("longest_edge")
-    longest_edge = (first_value(settings, "size") or {"longest_edge": 4 * 364}).get("longest_edge")
-    if not isinstance(tile_side, int) or not isinstance(longest_edge, int):
-        raise RuntimeConfigError(f"{files.folder}: size and max_image_size: expected longest_edge, found no number.")
+    tile_side = edges(settings, "max_image_size", {"longest_edge": 364}, files.folder)["longest_edge"]
+    longest_edge = edges(settings, "size", {"longest_edge": 4 * 364}, files.folder)["longest_edge"]
     _, grid_side = _checked_tower(files, (tile_side, tile_side))
-    tokens = grid_side**2 // files.config.get("scale_factor", 2) ** 2
-    files.expect_equal("image_seq_len", files.processor.get("image_seq_len", tokens), tokens, "config.json")
+    tokens = grid_side**2 // setting(files.config, "scale_factor", 2) ** 2
+    files.expect_equal("image_seq_len", setting(files.processor, "image_seq_len", tokens), tokens, "config.json")
     return SplitRule(
-        longest_edge=longest_edge if settings.get("do_image_splitting", True) else None,
+        longest_edge=longest_edge if setting(settings, "do_image_splitting", True) else None,
         tile_side=tile_side,
         patches_per_tile=grid_side**2,
         tokens_per_tile=tokens,
@@ -216,7 +217,7 @@ def _split_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) 
 def _pan_and_scan_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> PanAndScanRule:
     size = square(settings, "size", {"height": 224, "width": 224}, files.folder)
     _, grid_side = _checked_tower(files, size)
-    tokens = files.config.get("mm_tokens_per_image", 256)
+    tokens = setting(files.config, "mm_tokens_per_image", 256)
     written = first_value(files.processor, "image_seq_length") or tokens
     files.expect_equal("image_seq_length", written, tokens, "config.mm_tokens_per_image")
     names = _special_tokens(files)
@@ -237,5 +238,7 @@ def _special_tokens(files: ModelFiles) -> dict[str, str]:
     """Named special tokens that the tokenizer's settings list."""
     path = files.folder / "tokenizer_config.json"
     settings = read_json(path) if path.exists() else {}
-    names = {**settings, **(settings.get("extra_special_tokens") or {})}
-    return {name: value for name, value in names.items() if isinstance(value, str)}
+    named = settings.get("extra_special_tokens")
+    names = {**settings, **(named if isinstance(named, dict) else {})}
+    contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in names.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}

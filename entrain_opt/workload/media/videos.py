@@ -6,7 +6,7 @@ from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.folder import first_value
-from entrain_opt.workload.media.folder import ModelFiles, tower_side
+from entrain_opt.workload.media.folder import ModelFiles, edges, setting, tower_side
 from entrain_opt.workload.media.frames import FrameSampling, Method
 from entrain_opt.workload.media.rule import MediaRule
 from entrain_opt.workload.media.smart_resize import SmartResizeVideoRule
@@ -64,8 +64,8 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
         )
     if isinstance(image_rule, SplitRule) and family == "smolvlm":
         chosen = settings.get("video_sampling") or {}
-        settings = {**settings, "num_frames": chosen.get("max_frames", settings.get("num_frames"))}
-        settings["fps"] = chosen.get("fps", settings.get("fps"))
+        settings = {**settings, "num_frames": setting(chosen, "max_frames", settings.get("num_frames"))}
+        settings["fps"] = setting(chosen, "fps", settings.get("fps"))
         # The chat template's call samples wherever the settings name a rate.
         settings["do_sample_frames"] = settings.get("do_sample_frames") or settings["num_frames"] is not None
         return TimedFrameRule(
@@ -80,20 +80,22 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
 def _qwen_rule(files: ModelFiles, settings: dict[str, Any], *, text: TextCounter | None) -> SmartResizeVideoRule:
     is_qwen3 = text is not None
     patch_side, factor = (16, 32) if is_qwen3 else (14, 28)
-    patch_side, merge = settings.get("patch_size", patch_side), settings.get("merge_size", 2)
-    temporal = settings.get("temporal_patch_size", 2)
+    patch_side, merge = setting(settings, "patch_size", patch_side), setting(settings, "merge_size", 2)
+    temporal = setting(settings, "temporal_patch_size", 2)
     vision = files.vision
-    files.expect_equal("patch_size", patch_side, vision.get("patch_size", patch_side), "vision_config")
-    files.expect_equal("spatial_merge_size", merge, vision.get("spatial_merge_size", merge), "vision_config")
-    files.expect_equal("temporal_patch_size", temporal, vision.get("temporal_patch_size", temporal), "vision_config")
+    files.expect_equal("patch_size", patch_side, setting(vision, "patch_size", patch_side), "vision_config")
+    files.expect_equal("spatial_merge_size", merge, setting(vision, "spatial_merge_size", merge), "vision_config")
+    files.expect_equal(
+        "temporal_patch_size", temporal, setting(vision, "temporal_patch_size", temporal), "vision_config"
+    )
     default = {"shortest_edge": 128 * factor**2, "longest_edge": 768 * factor**2}
-    size = default if files.family in _OMNI else {**default, **(settings.get("size") or {})}
+    size = default if files.family in _OMNI else edges(settings, "size", default, files.folder)
     if not is_qwen3 and files.family not in _OMNI:
         size["shortest_edge"] = first_value(settings, "min_pixels") or size["shortest_edge"]
         size["longest_edge"] = first_value(settings, "max_pixels") or size["longest_edge"]
     min_pixels, max_pixels = pixel_budget(files, size["shortest_edge"], size["longest_edge"])
     caps = settings.get("cap_pixels_per_frame")
-    most_tokens = settings.get("max_video_tokens", 768 if is_qwen3 else 128_000)
+    most_tokens = setting(settings, "max_video_tokens", 768 if is_qwen3 else 128_000)
     sampling = _sampling(
         files,
         {"do_sample_frames": True, "fps": 2, **settings} if is_qwen3 else settings,
@@ -127,7 +129,7 @@ def pixel_budget(files: ModelFiles, min_pixels: Any, max_pixels: Any) -> tuple[i
 
 
 def _sampling(files: ModelFiles, settings: dict[str, Any], method: Method, *, multiple: int = 2) -> FrameSampling:
-    if not settings.get("do_sample_frames", False):
+    if not setting(settings, "do_sample_frames", False):
         return FrameSampling()
     fps, num_frames = settings.get("fps"), settings.get("num_frames")
     accepted = _GIVEN[method]
@@ -137,13 +139,13 @@ def _sampling(files: ModelFiles, settings: dict[str, Any], method: Method, *, mu
             f"{files.folder}: video processor with do_sample_frames: expected {expected}, found fps {fps}, num_frames "
             f"{num_frames}. Set them in video_preprocessor_config.json or processor_config.json."
         )
-    shift = settings.get("initial_shift", True)
+    shift = setting(settings, "initial_shift", True)
     return FrameSampling(
         method=method,
         fps=fps,
         num_frames=num_frames,
-        min_frames=settings.get("min_frames", 4),
-        max_frames=settings.get("max_frames", 768),
+        min_frames=setting(settings, "min_frames", 4),
+        max_frames=setting(settings, "max_frames", 768),
         multiple=multiple,
         initial_shift=None if shift is True or shift is None else float(shift),
     )
