@@ -18,6 +18,7 @@ from entrain_opt.cost.lines import Line
 from entrain_opt.spec import ModelSpec
 from entrain_opt.spec.model import AttentionWindow, LayerKind
 from entrain_opt.workload import SampleTable
+from entrain_opt.workload.samples import MEDIA_KINDS
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 
@@ -75,13 +76,13 @@ def test_runs_that_see_both_ways(before, run, after, keys):
     assert squares == 2 * causal_pairs(length, keys, [range(before, before + run)]) - length
 
 
-def table(patches, segments, tokens, text) -> SampleTable:
+def table(patches, segments, tokens, text, *, kind: str = "image") -> SampleTable:
     """One sample per media item."""
     count = len(patches)
     return SampleTable(
         sample_ids=np.array([f"s{i}" for i in range(count)], dtype=np.str_),
         text_tokens=np.array(text), label_tokens=np.array(text), media_offsets=np.arange(count + 1),
-        media_kind=np.zeros(count, dtype=np.int64), media_patches=np.array(patches),
+        media_kind=np.full(count, MEDIA_KINDS.index(kind)), media_patches=np.array(patches),
         media_segments=np.array(segments), media_tokens=np.array(tokens),
     )  # fmt: skip
 
@@ -95,7 +96,7 @@ def test_layers_that_differ_add_up_to_the_module():
         LayerKind(name="full", layers=(3, 7, 11), **spec),
     )  # fmt: skip
     model = replace(model, encoders=(replace(model.encoders[0], layer_kinds=kinds),))
-    samples = table([64, 144, 2 * 64], [1, 1, 2], [16, 36, 32], [5, 6, 7])
+    samples = table([64, 144, 2 * 64], [1, 1, 2], [16, 36, 32], [5, 6, 7], kind="video")
     item = module_features(samples, model)["vision"]
     window, full = np.array([64 * 16, 144 * 16, 2 * 64 * 16]), np.array([64**2, 144**2, 2 * 64**2])
     np.testing.assert_allclose(item.squares, (9 * window + 3 * full) / 12)
@@ -106,6 +107,21 @@ def test_layers_that_differ_add_up_to_the_module():
     np.testing.assert_allclose(sum(parts), item.layer_seconds(line.scaled(12)))
     np.testing.assert_allclose(mean_squares(model.encoders[0], [64.0, 144.0]), item.squares[:2])
     np.testing.assert_allclose(mean_squares(model.encoders[0], [64.0, 144.0], (3, 4)), full[:2])
+
+
+def test_a_picture_is_one_segment_where_a_table_states_its_windows():
+    model = make_model()
+    spec = {"parameters": 1, "active_parameters": 1, "intermediate_size": 4}
+    squares = LayerKind(
+        name="window", layers=tuple(range(11)), **spec, window=AttentionWindow(shape="squares", keys=16)
+    )
+    kinds = (squares, LayerKind(name="full", layers=(11,), **spec))
+    model = replace(model, encoders=(replace(model.encoders[0], layer_kinds=kinds),))
+    whole, windows = (module_features(table([144], [n], [36], [1]), model)["vision"].squares for n in (1, 9))
+    np.testing.assert_array_equal(whole, windows)
+    plain = make_model()
+    tiles = module_features(table([144], [9], [36], [1]), plain)["vision"].squares
+    np.testing.assert_allclose(tiles, 144**2 / 9)
 
 
 def test_language_models_with_sliding_layers_and_pictures_both_ways():
@@ -149,7 +165,7 @@ def test_operations_of_a_tower_with_windows_are_those_that_torch_counts(tmp_path
         pixels, grid = torch.zeros(patches, module.input_width), torch.tensor([[frames, rows, columns]])
         with torch.no_grad():
             counted = flops_of(lambda pixels=pixels, grid=grid: tower(pixels, grid_thw=grid))
-        samples = table([patches], [frames], [tokens], [1])
+        samples = table([patches], [frames], [tokens], [1], kind="image" if frames == 1 else "video")
         item = module_features(samples, spec)["vision"]
         layers = 2 * layer_matmul_parameters(module) * patches + layer_square_flops(module) * item.squares[0]
         merged = 4 * module.hidden_size
