@@ -6,7 +6,7 @@ default of its model type, from the tables in `families`. Parameters are counted
 Promise: `parameters` plus `unused_parameters` are those of the model that Transformers builds from the same config,
 each tied one once. Unused is what no path to the loss touches: layers behind the features that a projector takes, a
 norm or pooling head whose result is thrown away. A config of an unknown type raises; nothing is guessed.
-Price: well under a millisecond, no torch.
+Price: about a millisecond, no torch.
 """
 
 from __future__ import annotations

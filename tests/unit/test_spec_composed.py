@@ -103,13 +103,18 @@ def test_counts_are_those_of_the_parts(seed, tmp_path):
     assert [e.name for e in spec.encoders] == [n for n in ("vision", "audio") if f"{n}_config" in config]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5-vit-llama3_2-1b", "qwen2_5-vit-llama3_2-3b"])
-def test_the_papers_pair(name):
+@pytest.mark.parametrize(
+    "name", ["qwen2_5-vit-llama3_2-1b", "qwen2_5-vit-llama3_2-3b", "qwen2_5-vit-whisper-llama3_1-8b"]
+)
+def test_shipped_folders(name):
     config = json.loads((MODELS / name / "config.json").read_text())
     spec = ModelSpec.from_pretrained(MODELS / name)
-    assert spec.module("vision").parameters == count(build_tower(config["vision_config"]))
-    text = {key: value for key, value in config["text_config"].items() if key != "tie_word_embeddings"}
-    assert spec.llm.parameters == build_language_model(text, True)
+    text = config["text_config"]
+    for module in spec.encoders:
+        projector = build_projector(module.hidden_size, config[f"{module.name}_projector"], text["hidden_size"])
+        assert module.parameters == count(build_tower(config[f"{module.name}_config"])) + projector
+    tied = text.pop("tie_word_embeddings")
+    assert spec.llm.parameters == build_language_model(text, tied)
     assert spec.llm.layer_kinds == ()
 
 
