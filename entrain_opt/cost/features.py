@@ -93,10 +93,15 @@ def module_features(samples: SampleTable, model: ModelSpec) -> dict[str, ItemFea
     patches = samples.media_patches.astype(np.float64)
     segments = samples.media_segments.astype(np.float64)
     media_tokens = samples.media_tokens.astype(np.float64)
+    length, run = patches / np.maximum(segments, 1), media_tokens / np.maximum(segments, 1)
+
+    def media_squares(window: AttentionWindow | None) -> FloatArray:
+        return segments * attended_squares(length, window)
+
     features = {
         module.name: _features(
             module,
-            _media_squares(samples, module),
+            media_squares,
             tokens=patches,
             segments=segments,
             outputs=media_tokens,
@@ -105,7 +110,6 @@ def module_features(samples: SampleTable, model: ModelSpec) -> dict[str, ItemFea
         for index, module in enumerate(model.encoders)
     }
     tokens = samples.total_tokens.astype(np.float64)
-    run = media_tokens / np.maximum(segments, 1)
 
     def text_squares(window: AttentionWindow | None) -> FloatArray:
         squares = attended_squares(tokens, window)
@@ -122,16 +126,6 @@ def module_features(samples: SampleTable, model: ModelSpec) -> dict[str, ItemFea
         present=np.ones(len(samples)),
     )
     return features
-
-
-def _media_squares(samples: SampleTable, module: ModuleSpec) -> Callable[[AttentionWindow | None], FloatArray]:
-    """Squares of media items under a window, for the layers of an encoder."""
-    patches = samples.media_patches.astype(np.float64)
-    segments = np.maximum(samples.media_segments, 1).astype(np.float64)
-    if any(kind.window is not None and kind.window.shape == "squares" for kind in module.kinds):
-        # Its other layers see a picture whole, also where a table (an index of earlier days) states its windows.
-        segments = np.where(samples.media_kind == MEDIA_KINDS.index("image"), 1.0, segments)
-    return lambda window: segments * attended_squares(patches / segments, window)
 
 
 def _features(

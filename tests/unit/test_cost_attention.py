@@ -109,21 +109,6 @@ def test_layers_that_differ_add_up_to_the_module():
     np.testing.assert_allclose(mean_squares(model.encoders[0], [64.0, 144.0], (3, 4)), full[:2])
 
 
-def test_a_picture_is_one_segment_where_a_table_states_its_windows():
-    model = make_model()
-    spec = {"parameters": 1, "active_parameters": 1, "intermediate_size": 4}
-    squares = LayerKind(
-        name="window", layers=tuple(range(11)), **spec, window=AttentionWindow(shape="squares", keys=16)
-    )
-    kinds = (squares, LayerKind(name="full", layers=(11,), **spec))
-    model = replace(model, encoders=(replace(model.encoders[0], layer_kinds=kinds),))
-    whole, windows = (module_features(table([144], [n], [36], [1]), model)["vision"].squares for n in (1, 9))
-    np.testing.assert_array_equal(whole, windows)
-    plain = make_model()
-    tiles = module_features(table([144], [9], [36], [1]), plain)["vision"].squares
-    np.testing.assert_allclose(tiles, 144**2 / 9)
-
-
 def test_language_models_with_sliding_layers_and_pictures_both_ways():
     model = make_model()
     spec = {"parameters": 1, "active_parameters": 1, "intermediate_size": 4}
