@@ -36,17 +36,26 @@ def analytic_costs(model: ModelSpec, device: DeviceSpec, precision: Precision) -
     return {module.name: _module_costs(module, model, device, precision) for module in model.modules}
 
 
-def layer_matmul_parameters(module: ModuleSpec) -> int:
-    """Weights of one layer that every token is multiplied with."""
+def layer_matmul_parameters(module: ModuleSpec) -> float:
+    """Weights of one layer that a token is multiplied with, the mean over layers; of experts, those it goes to."""
     query = module.num_attention_heads * module.head_size
     key_value = module.num_key_value_heads * module.head_size
     attention = module.hidden_size * (2 * query + 2 * key_value)
-    return attention + (3 if module.gated_mlp else 2) * module.hidden_size * module.intermediate_size
+    feed_forward = sum(
+        count * ((3 if module.gated_mlp else 2) * kind.intermediate_size + kind.num_experts)
+        for kind, count in module.kind_counts(0, module.num_layers)
+    )
+    return attention + module.hidden_size * feed_forward / module.num_layers
 
 
 def layer_square_flops(module: ModuleSpec) -> float:
-    """Operations of one layer's attention per squared token; a causal mask halves them."""
+    """Operations of one layer's attention per square (see `attention.py`); a causal mask halves them."""
     return 4.0 * module.num_attention_heads * module.head_size * (0.5 if module.vocabulary_size else 1.0)
+
+
+def _idle_parameters(module: ModuleSpec) -> float:
+    """Weights of one layer's experts that one token does not go to, but a microbatch of many does: they are read."""
+    return (module.parameters - module.active_parameters) / module.num_layers
 
 
 def peak_flops_per_second(device: DeviceSpec, precision: Precision) -> float:
@@ -77,11 +86,12 @@ def _module_costs(module: ModuleSpec, model: ModelSpec, device: DeviceSpec, prec
     peak = peak_flops_per_second(device, precision)
     bandwidth = device.memory_bytes_per_second
     weights = layer_matmul_parameters(module)
+    weights_read = weights + _idle_parameters(module)
     layer = Line(
         square_seconds=layer_square_flops(module) / (ATTENTION_SHARE * peak),
         token_seconds=2 * weights / (MATMUL_SHARE * peak) + 2 * layer_activation_bytes(module, precision) / bandwidth,
         fixed_seconds=max(
-            weights * precision.compute_bytes / bandwidth, KERNELS_PER_LAYER * device.kernel_launch_seconds
+            weights_read * precision.compute_bytes / bandwidth, KERNELS_PER_LAYER * device.kernel_launch_seconds
         ),
     )
     hidden_bytes = module.hidden_size * precision.compute_bytes

@@ -1,18 +1,22 @@
 """What each item of a sample table makes a module compute on: the three columns that a cost line takes.
 
-Media go to encoders by kind: audio to the encoder named `audio`, images and videos to `vision`.
+Media go to encoders by kind: audio to the encoder named `audio`, images and videos to `vision`. A table's segments are
+the widest that an encoder attends to (a picture or its tile, a frame of a video, an audio clip); windows inside them
+are the model's matter, and layers of one module may differ in them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.cost.attention import attended_squares, both_ways_squares
 from entrain_opt.cost.lines import Line
 from entrain_opt.errors import WorkloadError
-from entrain_opt.spec.model import ModelSpec
+from entrain_opt.spec.model import AttentionWindow, ModelSpec, ModuleSpec
 from entrain_opt.workload.samples import MEDIA_KINDS, SampleTable
 
 FloatArray = NDArray[np.float64]
@@ -24,9 +28,11 @@ class ItemFeatures:
     """Columns of the items of one module: media items of an encoder, samples of the language model.
 
     Attributes:
-        squares, tokens, segments: [items] for layers and the embedding.
+        squares: [items] of attention, the mean over all layers.
+        tokens, segments: [items] for layers and the embedding.
         outputs: [items] media tokens for the projector, label tokens for the head.
         present: [items] 1, or 0 for media of another encoder.
+        kind_squares: (layer numbers, [items] squares) of each kind of layer; empty if all layers are alike.
     """
 
     squares: FloatArray
@@ -34,9 +40,26 @@ class ItemFeatures:
     segments: FloatArray
     outputs: FloatArray
     present: FloatArray
+    kind_squares: tuple[tuple[tuple[int, ...], FloatArray], ...] = ()
 
-    def layer_seconds(self, line: Line) -> FloatArray:
-        return line.item_seconds(self.squares, self.tokens, self.segments) * self.present
+    def layer_seconds(self, line: Line, layers: tuple[int, int] | None = None) -> FloatArray:
+        """[items] seconds of a line of layers.
+
+        Args:
+            line: of one layer, or scaled to several.
+            layers: first and end of the layers that it stands for, whose mean attention counts; None for all layers.
+        """
+        return line.item_seconds(self.squares_of(layers), self.tokens, self.segments) * self.present
+
+    def squares_of(self, layers: tuple[int, int] | None) -> FloatArray:
+        """[items] mean squares of layers `first` to `end` - 1, or of all."""
+        if layers is None or not self.kind_squares or layers[0] >= layers[1]:
+            return self.squares
+        first, end = layers
+        total = np.zeros_like(self.squares)
+        for numbers, squares in self.kind_squares:
+            total += sum(first <= number < end for number in numbers) * squares
+        return total / (end - first)
 
     def input_seconds(self, line: Line) -> FloatArray:
         return line.item_seconds(0.0, self.tokens, self.segments) * self.present
@@ -69,22 +92,58 @@ def module_features(samples: SampleTable, model: ModelSpec) -> dict[str, ItemFea
     encoder = encoder_of_media(samples, model)
     patches = samples.media_patches.astype(np.float64)
     segments = samples.media_segments.astype(np.float64)
+    media_tokens = samples.media_tokens.astype(np.float64)
+    length, run = patches / np.maximum(segments, 1), media_tokens / np.maximum(segments, 1)
+
+    def media_squares(window: AttentionWindow | None) -> FloatArray:
+        return segments * attended_squares(length, window)
+
     features = {
-        module.name: ItemFeatures(
-            squares=patches**2 / np.maximum(segments, 1),
+        module.name: _features(
+            module,
+            media_squares,
             tokens=patches,
             segments=segments,
-            outputs=samples.media_tokens.astype(np.float64),
+            outputs=media_tokens,
             present=(encoder == index).astype(np.float64),
         )
         for index, module in enumerate(model.encoders)
     }
     tokens = samples.total_tokens.astype(np.float64)
-    features[model.llm.name] = ItemFeatures(
-        squares=tokens**2,
+
+    def text_squares(window: AttentionWindow | None) -> FloatArray:
+        squares = attended_squares(tokens, window)
+        if model.llm.bidirectional_media:
+            squares = squares + samples.sum_media(segments * both_ways_squares(run, window))
+        return squares
+
+    features[model.llm.name] = _features(
+        model.llm,
+        text_squares,
         tokens=tokens,
         segments=np.ones(len(samples)),
         outputs=samples.label_tokens.astype(np.float64),
         present=np.ones(len(samples)),
     )
     return features
+
+
+def _features(
+    module: ModuleSpec,
+    squares_of: Callable[[AttentionWindow | None], FloatArray],
+    *,
+    tokens: FloatArray,
+    segments: FloatArray,
+    outputs: FloatArray,
+    present: FloatArray,
+) -> ItemFeatures:
+    kinds = tuple((kind.layers, squares_of(kind.window)) for kind in module.kinds)
+    mean = sum((len(layers) * squares for layers, squares in kinds), np.zeros(len(tokens))) / module.num_layers
+    return ItemFeatures(
+        squares=mean,
+        tokens=tokens,
+        segments=segments,
+        outputs=outputs,
+        present=present,
+        kind_squares=kinds if len(kinds) > 1 else (),
+    )

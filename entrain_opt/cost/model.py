@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from entrain_opt.assignment import BatchCosts, StageCosts
 from entrain_opt.cost import memory
 from entrain_opt.cost.analytic import MESSAGE_LATENCY_SECONDS, analytic_costs
+from entrain_opt.cost.attention import mean_squares
 from entrain_opt.cost.features import ItemFeatures, encoder_of_media, module_features
 from entrain_opt.cost.lines import Line, ModuleCosts
 from entrain_opt.cost.links import Links
@@ -86,7 +87,7 @@ class CostModel:
             )
 
     def layer_seconds(self, module: str, segments: ArrayLike, *, backward: bool = False) -> float:
-        """One layer of a module on packed segments, its fixed part included.
+        """One layer of a module (the mean one, where they differ) on packed segments, its fixed part included.
 
         Args:
             module: name of the module.
@@ -101,7 +102,7 @@ class CostModel:
             if backward
             else lines.forward
         )
-        items = line.item_seconds((lengths**2).sum(), lengths.sum(), len(lengths))
+        items = line.item_seconds(mean_squares(spec, lengths).sum(), lengths.sum(), len(lengths))
         return float(items) + line.fixed_seconds
 
     def module_seconds(self, samples: SampleTable) -> tuple[FloatArray, FloatArray]:
@@ -139,7 +140,7 @@ class CostModel:
     ) -> FloatArray:
         """[items] seconds of a stage, without its fixed part."""
         entry, body, exit_ = self.stage_lines(module, layers, backward=backward)
-        return features.input_seconds(entry) + features.layer_seconds(body) + features.output_seconds(exit_)
+        return features.input_seconds(entry) + features.layer_seconds(body, layers) + features.output_seconds(exit_)
 
     def stage_fixed_seconds(self, module: ModuleSpec, layers: tuple[int, int], *, backward: bool = False) -> float:
         """What a stage costs once per microbatch (or part of one); 0 for a backward that does not run."""
@@ -283,9 +284,8 @@ class CostModel:
         costs, (first, end), item = self.modules[spec.name], stage.layers, features[spec.name]
         weights = 0.0
         if spec.trained:
-            weights += float(item.layer_seconds(costs.layer.backward.without(costs.layer.input_backward)).sum()) * (
-                end - first
-            )
+            line = costs.layer.backward.without(costs.layer.input_backward)
+            weights += float(item.layer_seconds(line, stage.layers).sum()) * (end - first)
             if first == 0:
                 weights += float(item.input_seconds(costs.input.backward.without(costs.input.input_backward)).sum())
         if spec.output_trained and end == spec.num_layers:

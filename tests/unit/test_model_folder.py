@@ -1,5 +1,6 @@
 """The shipped model folders and data are what plain Transformers and a first run need."""
 
+import dataclasses
 import filecmp
 import json
 import runpy
@@ -18,7 +19,11 @@ from entrain_opt.workload.media import media_rule
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "models" / "tiny-llava"
 PHYSICS = ROOT / "recipes" / "data" / "physics"
-PLANNING = ("qwen2_5-vit-llama3_2-1b", "qwen2_5-vit-llama3_2-3b")
+COMPOSED = ("qwen2_5-vit-llama3_2-1b", "qwen2_5-vit-llama3_2-3b", "qwen2_5-vit-whisper-llama3_1-8b")
+PUBLISHED = (
+    "gemma-3-4b", "internvl3-8b", "llava-onevision-7b", "qwen2-audio-7b", "qwen2_5-vl-3b", "qwen2_5-vl-7b",
+    "qwen3-vl-4b", "smolvlm2-2_2b", "smolvlm2-500m",
+)  # fmt: skip
 
 
 def test_tiny_llava_loads_with_plain_transformers():
@@ -71,9 +76,12 @@ def test_script_writes_the_same_bytes(tmp_path, monkeypatch):
 def test_planning_script_writes_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["make_planning_folders.py", "--output", str(tmp_path)])
     runpy.run_path(str(ROOT / "models" / "scripts" / "make_planning_folders.py"), run_name="__main__")
-    for name in PLANNING:
-        for file in ("config.json", "preprocessor_config.json"):
-            assert (tmp_path / name / file).read_bytes() == (ROOT / "models" / name / file).read_bytes()
+    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*.json")}
+    assert {path.parts[0] for path in written} == {*COMPOSED, *PUBLISHED}
+    shipped = {path: (ROOT / "models" / path).read_bytes() for path in written}
+    assert written == shipped
+    for name in (*COMPOSED, *PUBLISHED):
+        assert all(Path(name, path.name) in written for path in (ROOT / "models" / name).iterdir())
 
 
 def test_shipped_data_fits_the_repository_and_the_model():
@@ -93,12 +101,38 @@ def test_shipped_data_fits_the_repository_and_the_model():
     assert pictures["train"] | pictures["validation"] == {path.name for path in (PHYSICS / "images").iterdir()}
 
 
-@pytest.mark.parametrize("name", PLANNING)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_planning_folders_load_with_plain_transformers(name):
+    """They hold no field that Transformers does not know: a misspelled one would be taken for its default."""
+    from transformers import AutoConfig, AutoFeatureExtractor, AutoImageProcessor
+
+    folder = ROOT / "models" / name
+    config = AutoConfig.from_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    for part, fields in {"": written, **{k: v for k, v in written.items() if k.endswith("_config")}}.items():
+        known = getattr(config, part) if part else config
+        # Read from the keyword arguments of older configs: the last two.
+        names = {field.name for field in dataclasses.fields(known)} | {"model_type", *known.attribute_map}
+        assert set(fields) <= names | {"sliding_window_pattern", "tie_word_embeddings"}, part
+    if name == "qwen2-audio-7b":
+        assert AutoFeatureExtractor.from_pretrained(folder).nb_max_frames == 3000
+    else:
+        processor = AutoImageProcessor.from_pretrained(folder)
+        settings = json.loads((folder / "preprocessor_config.json").read_text())
+        assert type(processor).__name__ == settings["image_processor_type"]
+        assert set(settings) <= {*dir(type(processor)), *processor.valid_kwargs.__annotations__, "image_processor_type"}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_parts_of_composed_folders_load_with_plain_transformers(name):
     from transformers import AutoConfig, AutoImageProcessor
 
-    config = AutoConfig.from_pretrained(ROOT / "models" / name)
-    assert config.vision_config.out_hidden_size == config.text_config.hidden_size
-    assert config.text_config.rope_parameters["mrope_section"]
-    assert AutoImageProcessor.from_pretrained(ROOT / "models" / name).merge_size == 2
-    assert json.loads((ROOT / "models" / name / "config.json").read_text())["model_type"] == "qwen2_5_vl"
+    config = json.loads((ROOT / "models" / name / "config.json").read_text())
+    assert config["model_type"] == "entrain_composed"
+    text = AutoConfig.for_model(**config["text_config"])
+    assert config["vision_config"]["out_hidden_size"] == text.hidden_size
+    assert text.rope_parameters["rope_type"] == "llama3"
+    if "audio_config" in config:
+        assert AutoConfig.for_model(**config["audio_config"]).encoder_layers == 32
+    else:
+        assert AutoImageProcessor.from_pretrained(ROOT / "models" / name).merge_size == 2

@@ -117,9 +117,9 @@ def test_segments_and_tokens_equal_the_model():
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
     vision_utils = pytest.importorskip("transformers.vision_utils")
-    config = AutoConfig.from_pretrained(MODELS / "qwen2_5-vit-llama3_2-1b").vision_config
+    config = AutoConfig.from_pretrained(MODELS / "qwen2_5-vl-3b").vision_config
     config.depth, config.hidden_size, config.intermediate_size = 1, 64, 64
-    combined = media_rule(MODELS / "qwen2_5-vit-llama3_2-1b")
+    combined = media_rule(MODELS / "qwen2_5-vl-3b")
     model = Qwen2_5_VisionTransformerPretrainedModel._from_config(config).eval()
     assert isinstance(combined, CombinedRule)
     rule = combined.image_rule

@@ -1,0 +1,106 @@
+"""Composed models: any encoder, a projector, any language model, in one config of this project.
+
+    {"model_type": "entrain_composed",
+     "vision_config": {"model_type": "qwen2_5_vl_vision", ...},   "vision_projector": {"kind": "own"},
+     "audio_config": {"model_type": "whisper", ...},              "audio_projector": {"kind": "mlp", "stack": 4},
+     "text_config": {"model_type": "llama", ...}}
+
+The `*_config` are those of Transformers; at least one encoder has to be there. A projector is one of
+
+    own      what the encoder has by itself (Qwen's merger or audio projection), as wide as the language model
+    linear   one linear layer
+    mlp      linear, GELU, linear
+
+with `bias` (true) and, for the last two, `stack`: how many neighbouring patches are joined into one token (1), and for
+`mlp` the inner `hidden_size` (the language model's width). Features are the encoder's last, behind its last norm where
+it has one (CLIP has none for patches). The class token, if any, is dropped before stacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.spec.families.audio import AUDIO_TYPES, read_audio
+from entrain_opt.spec.families.fields import Fields, part, unknown
+from entrain_opt.spec.families.parts import Parts, asks_to_tie
+from entrain_opt.spec.families.qwen_vision import read_qwen2_5_vision, read_qwen3_vision
+from entrain_opt.spec.families.text import TEXT_TYPES, read_text
+from entrain_opt.spec.families.towers import TOWER_TYPES, read_tower
+from entrain_opt.spec.model import ModuleSpec
+
+_QWEN2_5_VISION = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")
+_QWEN3_VISION = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
+_VISION_TYPES = (*TOWER_TYPES, *_QWEN2_5_VISION, *_QWEN3_VISION)
+_PROJECTORS = ("own", "linear", "mlp")
+
+
+def read_composed(config: dict[str, Any], where: str) -> Parts:
+    """A composed model.
+
+    Raises:
+        RuntimeConfigError: no encoder, an unknown type, or a projector that does not fit.
+    """
+    given = part(config, "text_config", where)
+    if given is None or "model_type" not in given:
+        raise unknown(f"{where}: text_config.model_type", TEXT_TYPES, None)
+    text = read_text(given, f"{where}: text_config", default="")
+    encoders = []
+    for name, read in (("vision", _read_vision), ("audio", _read_audio)):
+        encoder = part(config, f"{name}_config", where)
+        if encoder is None:
+            continue
+        module, own_width = read(encoder, f"{where}: {name}_config")
+        projector = Fields(part(config, f"{name}_projector", where) or {}, {"bias": True}, f"{where}: {name}_projector")
+        encoders.append(_with_projector(module, own_width, projector, text.module.hidden_size))
+    if not encoders:
+        raise RuntimeConfigError(f"{where}: expected vision_config or audio_config, found neither.")
+    return Parts(encoders=tuple(encoders), text=text, tied=asks_to_tie(config, where, default=text.tied))
+
+
+def _read_vision(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int | None]:
+    name = given.get("model_type")
+    if name not in _VISION_TYPES:
+        raise unknown(f"{where}.model_type", _VISION_TYPES, name)
+    if name in TOWER_TYPES:
+        return read_tower(given, where, default=""), None
+    module = read_qwen2_5_vision(given, where) if name in _QWEN2_5_VISION else read_qwen3_vision(given, where)
+    if module.deepstack_layers:
+        raise RuntimeConfigError(
+            f"{where}: deepstack_visual_indexes: expected [] in a composed model, because only Qwen3-VL's language "
+            f"model takes such features, found {list(module.deepstack_layers)}."
+        )
+    return module, Fields(given, {"out_hidden_size": 3584}, where).count("out_hidden_size")
+
+
+def _read_audio(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int | None]:
+    if given.get("model_type") not in AUDIO_TYPES:
+        raise unknown(f"{where}.model_type", AUDIO_TYPES, given.get("model_type"))
+    return read_audio(given, where, default="")
+
+
+def _with_projector(module: ModuleSpec, own_width: int | None, projector: Fields, out: int) -> ModuleSpec:
+    kind = projector.get("kind")
+    if kind not in _PROJECTORS or (kind == "own") != (own_width is not None):
+        expected = ("own",) if own_width is not None else _PROJECTORS[1:]
+        raise RuntimeConfigError(
+            f"{projector.where}: kind: expected one of {list(expected)} for this encoder, found {kind!r}."
+        )
+    if kind == "own":
+        if own_width != out:
+            raise RuntimeConfigError(
+                f"{projector.where}: the encoder projects to {own_width} values, expected the language model's "
+                f"hidden_size {out}. Set out_hidden_size (vision) or output_dim (audio)."
+            )
+        return module
+    projector.values.setdefault("stack", 1)
+    projector.values.setdefault("hidden_size", out)
+    width, biased = module.hidden_size * projector.count("stack"), projector.flag("bias")
+    if kind == "linear":
+        parameters = width * out + biased * out
+    else:
+        inner = projector.count("hidden_size")
+        parameters = width * inner + inner * out + biased * (inner + out)
+    return replace(module, output_parameters=module.output_parameters + parameters)
