@@ -112,12 +112,14 @@ def load_samples(
     cache_dir: str | Path = "runs/cache",
     progress: bool = False,
 ) -> SampleTable:
-    """The sizes of a data set: the cached index of a chat file, or a bare trace (`.parquet`) to plan with only.
+    """The sizes of a data set: the cached index of conversations, or a bare trace to plan with only.
 
     Raises:
         WorkloadError: the data is unusable.
     """
-    if Path(dataset).suffix == ".parquet":
+    from entrain_opt.workload.formats import is_trace
+
+    if is_trace(dataset):
         from entrain_opt.workload.media import media_rule
         from entrain_opt.workload.trace import read_trace
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,18 @@ class MediaRule(ABC):
         Raises:
             WorkloadError: the processor refuses this size.
         """
+
+    def images(self, sizes: Sequence[tuple[int, int]]) -> list[MediaSize]:
+        """The costs of all images of one sample, given as (width, height), in order. Raises as `image` does."""
+        return [self.image(width, height) for width, height in sizes]
+
+    def audio(self, seconds: float) -> MediaSize:
+        """The cost of an audio clip. Raises WorkloadError if the model takes no audio."""
+        raise WorkloadError(f"the model takes {', '.join(self.kinds)}, found audio of {seconds} seconds.")
+
+    def video(self, num_frames: int, width: int, height: int, fps: float | None = None) -> MediaSize:
+        """The cost of a video file. Raises WorkloadError if the model takes no videos."""
+        raise WorkloadError(f"the model takes {', '.join(self.kinds)}, found a video of {num_frames} frames.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

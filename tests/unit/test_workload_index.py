@@ -177,7 +177,7 @@ def test_cache_returns_the_same_table_and_still_warns(mixed, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         second = load_index(mixed, TINY, policy="skip", cache_dir=tmp_path / "cache")
     assert all(np.array_equal(getattr(first, name), getattr(second, name)) for name in SampleTable.__slots__)
-    assert "8 of 12 samples are skipped" in caplog.text
+    assert "Skipping 8 of 12" in caplog.text
     with pytest.raises(WorkloadError, match="8 of 12"):
         load_index(mixed, TINY, cache_dir=tmp_path / "cache")
 
@@ -185,13 +185,12 @@ def test_cache_returns_the_same_table_and_still_warns(mixed, tmp_path, caplog):
 def test_cache_key_follows_everything_the_numbers_depend_on(mixed, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
-    keys = [index_key(mixed, folder, policy="skip")]
+    keys = [index_key(mixed, folder)]
 
-    def changed(policy: str = "skip") -> None:
-        keys.append(index_key(mixed, folder, policy=policy))
+    def changed() -> None:
+        keys.append(index_key(mixed, folder))
 
-    assert index_key(mixed, folder, policy="skip") == keys[0]
-    changed("error")
+    assert index_key(mixed, folder) == keys[0]
     os.utime(mixed.parent / "good.png", ns=(1, 1))
     changed()
     (mixed.parent / "nowhere.png").write_bytes(b"now it exists")
