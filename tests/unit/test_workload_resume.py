@@ -37,10 +37,11 @@ index.load_index(sys.argv[1], sys.argv[2], cache_dir=sys.argv[3], num_workers=in
 
 
 def lines(count: int) -> list[str]:
+    turns = [("user", "{}"), ("assistant", "a {}")]
     return [
-        json.dumps({"messages": [{"role": "user", "content": f"{row}"}, {"role": "assistant", "content": "a " * (row % 7 + 1)}]})
+        json.dumps({"messages": [{"role": role, "content": text.format("b " * (row % 7))} for role, text in turns]})
         for row in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_a_killed_index_goes_on_where_it_was(dataset, cache, measured, caplog):
 
 def test_changed_input_is_measured_again(dataset, cache, measured, caplog):
     changed = lines(64 * 5)
-    changed[70] = changed[70].replace("a ", "another word ")
+    changed[70] = changed[71]
     dataset.write_text("\n".join(changed), encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         table = load_index(dataset, TINY, cache_dir=cache)
