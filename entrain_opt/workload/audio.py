@@ -60,7 +60,8 @@ def _soundfile_seconds(file: BinaryIO, item: MediaItem) -> float:
         import soundfile
     except ImportError as error:
         raise RuntimeConfigError(
-            f"{item.path}: not a PCM WAV file; other audio needs the package soundfile: `pip install soundfile`."
+            f"{item.path}: not a PCM WAV file; other audio needs the package soundfile: `pip install soundfile` "
+            "(or `entrain-opt[media]`)."
         ) from error
     try:
         information = soundfile.info(file)

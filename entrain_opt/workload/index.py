@@ -23,6 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.bad_samples import BadSample, Policy, apply_policy, check_policy
 from entrain_opt.workload.formats import is_trace
@@ -253,9 +255,9 @@ class _Job:
         return whole
 
     def _check_ids(self, measured: Measured) -> None:
-        ids = {*measured.table.sample_ids.tolist(), *(b.sample_id for b in measured.bad if b.sample_id != "?")}
-        known = len(measured.table) + sum(b.sample_id != "?" for b in measured.bad)
-        if len(ids) < known:
+        named = np.array([sample.sample_id for sample in measured.bad if sample.sample_id != "?"], dtype=np.str_)
+        ids = np.concatenate([measured.table.sample_ids, named])
+        if len(np.unique(ids)) < len(ids):
             self._open.check_ids()
             raise WorkloadError(f"{self.dataset}: an id is also the number of another row; make ids unique.")
 

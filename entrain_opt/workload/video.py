@@ -32,7 +32,9 @@ def read_video_length(item: MediaItem) -> VideoLength:
     try:
         import av
     except ImportError as error:
-        raise RuntimeConfigError(f"{item.path}: reading videos needs the package av: `pip install av`.") from error
+        raise RuntimeConfigError(
+            f"{item.path}: reading videos needs the package av: `pip install av` (or `entrain-opt[media]`)."
+        ) from error
     with item.open() as file:
         try:
             with av.open(file) as container:

@@ -61,7 +61,9 @@ def open_workers(num_workers: int, engine: Engine) -> Iterator[Mapper]:
                 "engine: ray is not installed. Install it with `pip install entrain-opt[ray]`, or use engine local."
             ) from error
         with Pool(num_workers or None) as pool:
-            yield lambda function, tasks: pool.imap_unordered(_numbered, [(function, *t) for t in enumerate(tasks)])
+            yield lambda function, tasks: _raised(
+                pool.imap_unordered(_numbered, [(function, *t) for t in enumerate(tasks)])
+            )
     elif num_workers == 0:
         yield lambda function, tasks: ((index, function(task)) for index, task in enumerate(tasks))
     else:
@@ -90,8 +92,19 @@ def open_workers(num_workers: int, engine: Engine) -> Iterator[Mapper]:
 
 
 def _numbered(task: tuple[Callable[[Any], Any], int, Any]) -> tuple[int, Any]:
+    """The result, or our own error as a value: Ray would bury its message in a traceback."""
     function, index, value = task
-    return index, function(value)
+    try:
+        return index, function(value)
+    except EntrainError as error:
+        return index, error
+
+
+def _raised(results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    for index, result in results:
+        if isinstance(result, EntrainError):
+            raise result
+        yield index, result
 
 
 class _Worker:

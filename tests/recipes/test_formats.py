@@ -1,4 +1,4 @@
-"""A run reads Parquet as it reads JSON lines: same samples, same losses."""
+"""A run reads Parquet (here in a loader process) as it reads JSON lines: same samples, same losses."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def run_of_both(tmp_path):
     to_fine_vision(tmp_path, tmp_path / "train.parquet")
     (tmp_path / "train.jsonl").unlink()
     (tmp_path / "images").unlink()
-    recipe["data"]["init_args"]["dataset"] = "train.parquet"
+    recipe["data"]["init_args"] |= {"dataset": "train.parquet", "num_workers": 1}
     return tmp_path, recipe, expected
 
 
