@@ -5,7 +5,7 @@
 | a `.jsonl` file | JSON lines in chat form |
 | a `.parquet` file | Parquet with `messages` or `texts` |
 | a pattern such as `data/train-*.parquet` | all files that match, in the order of their names |
-| a folder of Parquet shards (`data/train-00000-of-00002.parquet`) | the shards of its one split |
+| a folder of Parquet (or Arrow, JSON lines) shards | those in it, else in its `data`, else below: of its one split |
 | a folder of the hub's cache (`datasets--...` with `snapshots/`) | the snapshot of its main branch |
 | a folder that `save_to_disk` made | the Arrow files that its `state.json` lists |
 
@@ -29,6 +29,8 @@ from entrain_opt.workload.unpack import unpack_parquet
 
 _SHARD_NUMBER = re.compile(r"[-_.]?\d+(-of-\d+)?$")
 _FOLDER_SUFFIXES = (".parquet", ".arrow", ".jsonl")
+#: Tables that `entrain index` writes beside the data.
+_INDEX_SUFFIX = ".index.parquet"
 _TRACE_COLUMNS = {"image_sizes", "text_words"}
 
 
@@ -113,7 +115,7 @@ def _files_in(folder: Path) -> list[Path]:
     if (folder / "snapshots").is_dir():
         return _files_in(_snapshot(folder))
     for suffix in _FOLDER_SUFFIXES:
-        if files := sorted(file for file in folder.rglob(f"*{suffix}") if not _is_hidden(file, folder)):
+        if files := _below(folder, suffix):
             splits = {_split_of(file, folder) for file in files}
             if len(splits) > 1:
                 _only_split(folder, [f"{split}*{suffix}" for split in sorted(splits)])
@@ -124,8 +126,17 @@ def _files_in(folder: Path) -> list[Path]:
     )
 
 
-def _is_hidden(file: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
+def _below(folder: Path, suffix: str) -> list[Path]:
+    """Files of a suffix: in the folder itself, else in its `data`, else anywhere below; not ours, not hidden ones."""
+    for pattern in (f"*{suffix}", f"data/**/*{suffix}", f"**/*{suffix}"):
+        if files := sorted(
+            file
+            for file in folder.glob(pattern)
+            if not file.name.endswith(_INDEX_SUFFIX)
+            and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        ):
+            return files
+    return []
 
 
 def _split_of(file: Path, folder: Path) -> str:

@@ -34,6 +34,15 @@ def test_shards_of_one_split_in_order(tmp_path):
     assert names(find_files(tmp_path / "data" / "train-0000[0-2]-*.parquet"), tmp_path) == shards[:3]
 
 
+def test_files_of_a_folder_come_before_those_below(tmp_path):
+    touch(tmp_path, "other/x.parquet", "runs/cache/samples-1.parquet")
+    assert names(find_files(tmp_path / "other"), tmp_path) == ["other/x.parquet"]
+    touch(tmp_path, "data/config/train-0.parquet")
+    assert names(find_files(tmp_path), tmp_path) == ["data/config/train-0.parquet"]
+    touch(tmp_path, "train.parquet", "train.index.parquet")
+    assert names(find_files(tmp_path), tmp_path) == ["train.parquet"]
+
+
 def test_several_splits_are_named(tmp_path):
     touch(
         tmp_path,

@@ -280,7 +280,15 @@ def test_one_report_over_all_files(tmp_path, capsys):
     rows[2]["texts"][0]["user"] = "<image>"
     write(pa.Table.from_pylist(rows), tmp_path / "train-1.parquet")
     damage_group(first, 1, "texts")
-    arguments = (tmp_path, "--model", TINY, "--cache-dir", tmp_path / "cache", "--output", tmp_path / "out.parquet")
+    arguments = (
+        tmp_path,
+        "--model",
+        TINY,
+        "--cache-dir",
+        tmp_path / "cache",
+        "--output",
+        tmp_path / "out" / "o.parquet",
+    )
     assert command(*arguments, "--policy", "skip", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["samples"], found["usable"], found["bad"]) == (12, 6, 6)
