@@ -35,7 +35,6 @@ from entrain_opt.workload.measure import (
     measure_rows,
     media_sizes,
     open_dataset,
-    open_tools,
     rows_state,
 )
 from entrain_opt.workload.media import media_rule
@@ -231,7 +230,6 @@ class _Job:
 
     def measure(self, mapped: Mapper, parts: PartFolder | None, keys: Sequence[str]) -> Measured:
         """Measure all rows, with what is kept of an earlier run; every part is kept as soon as it is measured."""
-        open_tools(self.dataset, self.model, self.ranges[0].run)  # A broken model folder fails here, once.
         found: dict[int, Measured] = {}
         if parts is not None:
             changed = parts.remove_others(set(keys))
