@@ -117,13 +117,6 @@ def load_samples(
     Raises:
         WorkloadError: the data is unusable.
     """
-    from entrain_opt.workload.formats import is_trace
-
-    if is_trace(dataset):
-        from entrain_opt.workload.media import media_rule
-        from entrain_opt.workload.trace import read_trace
-
-        return read_trace(dataset, media_rule(model_folder))
     from entrain_opt.workload.index import load_index
 
     policy: Literal["error", "skip"] = "skip" if bad_samples == "skip" else "error"
