@@ -31,7 +31,7 @@ class SampleTable:
         media_offsets: [N + 1] into the media columns.
         media_kind: [M] index into `MEDIA_KINDS`.
         media_patches: [M] what the encoder computes on.
-        media_segments: [M] attention segments of equal size that the patches fall into (tiles, frames, windows).
+        media_segments: [M] parts of equal size that no attention crosses (pictures, tiles, frames, clips).
         media_tokens: [M] what the language model sees after merging.
     """
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
-from entrain_opt.workload.media import FixedRule, MediaRule, SmartResizeRule, TileRule, media_rule
+from entrain_opt.workload.media import CombinedRule, FixedRule, MediaRule, SmartResizeRule, TileRule, media_rule
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 SIDES = st.integers(1, 10_000)
 TILES = TileRule(tile_width=112, tile_height=112, min_tiles=1, max_tiles=6, patches_per_tile=64, tokens_per_tile=64)
-SMART = SmartResizeRule(patch_side=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280, window_side=112)
+SMART = SmartResizeRule(patch_side=14, merge=2, min_pixels=56 * 56, max_pixels=28 * 28 * 1280)
 SMALL_BUDGET = SmartResizeRule(patch_side=14, merge=2, min_pixels=1, max_pixels=256 * 28 * 28)
 
 
@@ -111,7 +111,7 @@ def test_shipped_processors_make_what_the_rules_say():
                 assert size.tokens == size.patches // 4
 
 
-def test_windows_and_tokens_equal_the_model():
+def test_segments_and_tokens_equal_the_model():
     import torch
     from transformers import AutoConfig
     from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
@@ -119,15 +119,18 @@ def test_windows_and_tokens_equal_the_model():
     vision_utils = pytest.importorskip("transformers.vision_utils")
     config = AutoConfig.from_pretrained(MODELS / "qwen2_5-vit-llama3_2-1b").vision_config
     config.depth, config.hidden_size, config.intermediate_size = 1, 64, 64
-    rule = media_rule(MODELS / "qwen2_5-vit-llama3_2-1b")
+    combined = media_rule(MODELS / "qwen2_5-vit-llama3_2-1b")
     model = Qwen2_5_VisionTransformerPretrainedModel._from_config(config).eval()
+    assert isinstance(combined, CombinedRule)
+    rule = combined.image_rule
     assert isinstance(rule, SmartResizeRule)
     for width, height in [(30, 30), (112, 112), (150, 300), (340, 90), (900, 700)]:
         size = rule.image(width, height)
         columns, rows = (side // 14 for side in rule.resized(width, height))
         grid = torch.tensor([[1, rows, columns]])
-        _, bounds = vision_utils.get_vision_window_index(grid, spatial_merge_size=2, window_size=112, patch_size=14)
-        assert len(bounds) - 1 == size.segments
+        assert (
+            vision_utils.get_vision_cu_seqlens(grid).diff().tolist() == [size.patches] == [size.patches] * size.segments
+        )
         with torch.no_grad():
             features = model(torch.zeros(size.patches, 3 * 2 * 14 * 14), grid_thw=grid).pooler_output
         assert len(features) == size.tokens
