@@ -96,7 +96,8 @@ def measure_dataset(
 ) -> tuple[SampleTable, tuple[BadSample, ...]]:
     """As `index_dataset`; the bad samples are returned beside the table of the good ones."""
     if is_trace(dataset_path):
-        return read_trace(dataset_path, media_rule(model_folder)), ()
+        bad: list[BadSample] = []
+        return read_trace(dataset_path, media_rule(model_folder), bad=bad), tuple(bad)
     job = _Job(dataset_path, model_folder, num_workers=num_workers, engine=engine, progress=progress)
     with job.workers() as mapped:
         measured = job.measure(mapped, None, [])

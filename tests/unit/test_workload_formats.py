@@ -11,7 +11,7 @@ from column_cases import ROOT, TINY, fine_vision, save_to_disk, write
 from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.dataset import ChatDataset
 from entrain_opt.workload.formats import find_files, is_trace
-from entrain_opt.workload.index import index_dataset
+from entrain_opt.workload.index import index_dataset, load_index, measure_dataset
 
 TRACE = ROOT / "recipes" / "data" / "traces" / "math_vision.parquet"
 
@@ -127,3 +127,20 @@ def test_traces_are_told_from_data(tmp_path):
     with pytest.raises(WorkloadError, match="serves to plan only"):
         ChatDataset(TRACE)
     assert len(index_dataset(TRACE, TINY)) == pq.ParquetFile(TRACE).metadata.num_rows
+
+
+def test_sizes_that_a_processor_refuses_are_bad_samples_of_a_trace(tmp_path):
+    """1:500 in a trace of two samples; the tower of Qwen2.5-VL takes up to 1:200."""
+    folder = ROOT / "models" / "qwen2_5-vit-llama3_2-1b"
+    rows = {"sample_id": ["thin", "good"], "image_sizes": [[[5000, 10]], [[640, 480]]], "text_words": [10, 10]}
+    path = write(pa.table(rows), tmp_path / "t.parquet")
+    table, bad = measure_dataset(path, folder)
+    assert table.sample_ids.tolist() == ["good"]
+    assert [(b.sample_id, b.location) for b in bad] == [("thin", f"{path}:0")]
+    assert "aspect ratio of at most 200, found 5000 x 10" in bad[0].reason
+    assert len(load_index(path, folder, policy="skip", cache_dir=tmp_path / "cache")) == 1
+    with pytest.raises(WorkloadError, match="1 of 2 samples cannot be used"):
+        load_index(path, folder, cache_dir=tmp_path / "cache")
+    write(pa.table({name: values[:1] for name, values in rows.items()}), path)
+    with pytest.raises(WorkloadError, match="No sample is left"):
+        load_index(path, folder, policy="skip", cache_dir=tmp_path / "cache")
