@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder
 from entrain_opt.runtime.reader import ChatReader
+from entrain_opt.workload.formats import is_trace
 from entrain_opt.workload.samples import SampleTable
 
 
@@ -66,10 +67,11 @@ class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
 
 
 class MultimodalDataModule(pl.LightningDataModule):
-    """A dataset in chat form (JSONL), read by row, only what each rank needs.
+    """A dataset of conversations, read by row, only what each rank needs.
 
     Args:
-        dataset: training data.
+        dataset: training data: a JSONL or Parquet file, a pattern of such files, a folder of Parquet shards or a saved
+            Hugging Face dataset.
         global_batch_size: samples of one optimizer step, over all replicas.
         validation_dataset: None for no validation.
         bad_samples: `error` names all bad samples and stops; `skip` leaves them out and prints how many.
@@ -106,10 +108,10 @@ class MultimodalDataModule(pl.LightningDataModule):
         if self.global_batch_size < 1:
             raise RuntimeConfigError(f"data.global_batch_size: expected at least 1, found {self.global_batch_size}.")
         for path in (self.dataset, self.validation_dataset):
-            if path is not None and path.endswith(".parquet"):
+            if path is not None and is_trace(path):
                 raise RuntimeConfigError(
-                    f"data: {path} is a trace of sizes without content; expected a JSONL file in chat form. Traces "
-                    "serve `entrain plan`, `simulate` and `report`."
+                    f"data: {path} is a trace of sizes without content; expected conversations (JSONL, Parquet or a "
+                    "Hugging Face dataset). Traces serve `entrain plan`, `simulate` and `report`."
                 )
 
     def _loader(self, path: str, samples: SampleTable, sampler: GlobalBatchSampler) -> DataLoader[RankBatch]:
@@ -117,7 +119,7 @@ class MultimodalDataModule(pl.LightningDataModule):
         strategy, module = trainer.strategy, trainer.lightning_module
         builder = RankBatchBuilder(
             samples=samples,
-            reader=ChatReader.open(path, samples, module.model_folder),
+            reader=ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir),
             plan=strategy.plan,
             cost_model=strategy.cost_model,
             replica=strategy.groups.replica,

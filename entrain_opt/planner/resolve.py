@@ -112,16 +112,11 @@ def load_samples(
     cache_dir: str | Path = "runs/cache",
     progress: bool = False,
 ) -> SampleTable:
-    """The sizes of a data set: the cached index of a chat file, or a bare trace (`.parquet`) to plan with only.
+    """The sizes of a data set: the cached index of conversations, or a bare trace to plan with only.
 
     Raises:
         WorkloadError: the data is unusable.
     """
-    if Path(dataset).suffix == ".parquet":
-        from entrain_opt.workload.media import media_rule
-        from entrain_opt.workload.trace import read_trace
-
-        return read_trace(dataset, media_rule(model_folder))
     from entrain_opt.workload.index import load_index
 
     policy: Literal["error", "skip"] = "skip" if bad_samples == "skip" else "error"

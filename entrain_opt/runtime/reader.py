@@ -25,12 +25,26 @@ class ChatReader:
     image_processor: Any
 
     @classmethod
-    def open(cls, dataset: str | Path, samples: SampleTable, model_folder: str | Path) -> ChatReader:
-        """Open a dataset with the tokenizer and image processor of a model folder."""
+    def open(
+        cls,
+        dataset: str | Path,
+        samples: SampleTable,
+        model_folder: str | Path,
+        *,
+        cache_dir: str | Path = "runs/cache",
+    ) -> ChatReader:
+        """Open a dataset with the tokenizer and image processor of a model folder.
+
+        Args:
+            dataset: a file, folder or pattern; see `entrain_opt.workload.formats`.
+            samples: its table.
+            model_folder: in Hugging Face format.
+            cache_dir: where Parquet files are unpacked, so that single rows are cheap to read.
+        """
         from transformers import AutoImageProcessor
 
         return cls(
-            ChatDataset(dataset),
+            ChatDataset(dataset, cache_dir=cache_dir),
             samples,
             ChatEncoder.from_pretrained(model_folder),
             AutoImageProcessor.from_pretrained(model_folder),
@@ -48,7 +62,7 @@ class ChatReader:
         sample = self._sample(row)
         media = sample.media[item]
         try:
-            image = open_image(media.path)
+            image = open_image(media)
         except WorkloadError as error:
             raise WorkloadError(f"sample {sample.id}: {error}") from error
         return self.image_processor(images=[image], return_tensors="pt")["pixel_values"]

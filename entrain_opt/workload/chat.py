@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
 from entrain_opt.spec.folder import find_model_folder, first_value, read_json
-from entrain_opt.workload.dataset import ChatSample
+from entrain_opt.workload.conversation import ChatSample
 from entrain_opt.workload.samples import MEDIA_KINDS
 
 IGNORED_LABEL = -100

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from entrain_opt.errors import WorkloadError
+from entrain_opt.workload.conversation import MediaItem
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -29,11 +30,11 @@ _SIXTEEN_BIT_MODES = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 
 
-def open_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def open_image(source: str | Path | MediaItem, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image as RGB, upright, first frame.
 
     Args:
-        path: the image file.
+        source: the image file, or a media item of a dataset.
         max_pixels: a larger image raises; Pillow refuses more than its own limit in any case.
 
     Raises:
@@ -42,21 +43,22 @@ def open_image(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     from PIL import Image
 
     # Pillow's plugins raise many kinds of errors on malformed bytes; all of them mean that this file is unusable.
+    item = _as_item(source)
     try:
-        with Image.open(path) as image:
+        with item.open() as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels)
             orientation = _orientation(image)
             image.load()
             return _upright(_to_rgb(image), orientation)
     except Exception as error:
-        raise _unusable(path, error) from error
+        raise _unusable(item, error) from error
 
 
-def read_image_size(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def read_image_size(source: str | Path | MediaItem, *, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(width, height) of what `open_image` returns, from the header.
 
     Args:
-        path: the image file.
+        source: as in `open_image`.
         max_pixels: as in `open_image`.
 
     Raises:
@@ -64,24 +66,34 @@ def read_image_size(path: str | Path, *, max_pixels: int = MAX_PIXELS) -> tuple[
     """
     from PIL import Image
 
+    item = _as_item(source)
     try:
-        with open(path, "rb") as file, Image.open(file) as image:
+        with item.open() as file, Image.open(file) as image:
             _check_pixels(image.size, max_pixels)
             width, height = image.size
             orientation = _orientation(image)
             if not _has_end_mark(file, image.format):
                 image.load()
     except Exception as error:
-        raise _unusable(path, error) from error
+        raise _unusable(item, error) from error
     return (height, width) if orientation >= 5 else (width, height)
 
 
-def _unusable(path: str | Path, error: Exception) -> WorkloadError:
+def _as_item(source: str | Path | MediaItem) -> MediaItem:
+    return source if isinstance(source, MediaItem) else MediaItem(kind="image", path=Path(source))
+
+
+def _unusable(item: MediaItem, error: Exception) -> WorkloadError:
+    from PIL import UnidentifiedImageError
+
     if isinstance(error, WorkloadError):
-        return WorkloadError(f"{path}: {error}")
-    if isinstance(error, FileNotFoundError):
-        return WorkloadError(f"{path}: file not found. Media paths are relative to the dataset's folder.")
-    return WorkloadError(f"{path}: not a usable image ({type(error).__name__}: {error}).")
+        return error if str(error).startswith(str(item.path)) else WorkloadError(f"{item.path}: {error}")
+    if isinstance(error, UnidentifiedImageError):
+        num_bytes = item.path.stat().st_size if item.content is None else len(item.content)
+        found = f"{num_bytes} bytes in no known image format"
+    else:
+        found = f"{type(error).__name__}: {error}"
+    return WorkloadError(f"{item.path}: not a usable image ({found}).")
 
 
 def _check_pixels(size: tuple[int, int], max_pixels: int) -> None:

@@ -1,13 +1,15 @@
 """Dataset -> SampleTable: every sample measured once, bad ones told apart before training.
 
-1. Rows are measured in blocks, here or by a pool of processes: image headers are read, the chat is tokenised, the media
-   rule gives patches and tokens. Nothing is decoded unless a file looks truncated.
+1. Rows are cut into parts, which are measured here, by processes of this machine or on a Ray cluster (`measure.py`,
+   `workers.py`): image headers are read, the chat is tokenised, the media rule gives patches and tokens.
 2. A sample that training could not use (broken file, wrong number of images, no label, longer than the context) is
    collected with its reason; policy `error` reports all of them at once, `skip` leaves them out and says how many.
-3. `load_index` keeps the table in a cache whose key covers everything the numbers depend on.
+3. `load_index` keeps finished parts, so that a run that was stopped goes on (`parts.py`), and the whole table in a
+   cache whose key covers everything the numbers depend on.
 
-Promise: the same table whatever the number of workers; a cached table is never stale. Price: 2 to 3 ms per sample
-of 250 text tokens and core, nearly all of it the tokenizer; image headers alone go at about 5,000 per second and core.
+Promise: the same table whatever the number of workers and however often it was stopped; a cached table is never stale.
+Price: 2 to 3 ms per sample of 250 text tokens and core, nearly all of it the tokenizer; image headers alone go at about
+5,000 per second and core.
 """
 
 from __future__ import annotations
@@ -15,76 +17,41 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from entrain_opt.errors import RuntimeConfigError, WorkloadError
-from entrain_opt.spec.folder import find_model_folder
-from entrain_opt.workload.chat import ChatEncoder
-from entrain_opt.workload.dataset import ChatDataset, ChatSample
-from entrain_opt.workload.images import read_image_size
-from entrain_opt.workload.media import MediaRule, MediaSize, media_rule
-from entrain_opt.workload.parquet import read_notes, read_sample_table, write_sample_table
-from entrain_opt.workload.samples import MEDIA_KINDS, SampleTable
+from entrain_opt.errors import WorkloadError
+from entrain_opt.workload.bad_samples import BadSample, Policy, apply_policy, check_policy
+from entrain_opt.workload.formats import is_trace
+from entrain_opt.workload.measure import (
+    Measured,
+    RowRange,
+    join,
+    measure_rows,
+    media_sizes,
+    open_dataset,
+    rows_state,
+)
+from entrain_opt.workload.media import media_rule
+from entrain_opt.workload.parts import PartFolder, model_key, part_key, read_measured, write_measured
+from entrain_opt.workload.samples import SampleTable
+from entrain_opt.workload.trace import read_trace
+from entrain_opt.workload.workers import Engine, Mapper, num_cores, open_workers
 
-Policy = Literal["error", "skip"]
-Engine = Literal["local", "ray"]
+__all__ = ["BadSample", "Policy", "index_dataset", "index_key", "load_index", "measure_dataset", "media_sizes"]
 
 _log = logging.getLogger(__name__)
-_BLOCK_ROWS = 64
-_SHOWN_SAMPLES = 10
-#: Part of the cache key; grows when the numbers of an unchanged dataset change.
-_INDEX_VERSION = 1
-_MODEL_FILES = (
-    "config.json", "preprocessor_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json",
-    "chat_template.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadSample:
-    """A sample that training could not use: its id (or "?"), `file:line` and why."""
-
-    sample_id: str
-    location: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    """Measured rows, as lists of equal length, and the rows that could not be measured."""
-
-    ids: list[str] = field(default_factory=list)
-    locations: list[str] = field(default_factory=list)
-    text_tokens: list[int] = field(default_factory=list)
-    label_tokens: list[int] = field(default_factory=list)
-    kinds: list[list[int]] = field(default_factory=list)
-    sizes: list[list[MediaSize]] = field(default_factory=list)
-    bad: list[BadSample] = field(default_factory=list)
-
-
-def media_sizes(sample: ChatSample, rule: MediaRule) -> list[MediaSize]:
-    """The size of each media item of a sample, from the headers of its files.
-
-    Raises:
-        WorkloadError: a file is unusable, its size is refused, or the rule lacks its kind.
-    """
-    sizes = []
-    for item in sample.media:
-        if item.kind not in rule.kinds:
-            raise WorkloadError(f"{item.path}: the model takes {', '.join(rule.kinds)}, found {item.kind}.")
-        try:
-            sizes.append(rule.image(*read_image_size(item.path)))
-        except WorkloadError as error:
-            raise error if str(item.path) in str(error) else WorkloadError(f"{item.path}: {error}") from error
-    return sizes
+_MIN_PART_ROWS, _MAX_PART_ROWS, _PARTS = 64, 2048, 256
+#: Fewer rows than this are measured sooner here than in processes that must start first.
+_ROWS_PER_WORKER = 2000
+#: From this many rows on, hashing the input is shared out too.
+_ROWS_TO_HASH_APART = 100_000
+_BAR_AFTER_SECONDS = 2.0
 
 
 def index_dataset(
@@ -92,29 +59,30 @@ def index_dataset(
     model_folder: str | Path,
     *,
     policy: Policy = "error",
-    num_workers: int = 0,
+    num_workers: int | None = None,
     engine: Engine = "local",
     progress: bool = False,
 ) -> SampleTable:
     """Measure every sample of a dataset for a model.
 
     Args:
-        dataset_path: JSONL file in chat form.
-        model_folder: Hugging Face folder with config, image processor and tokenizer.
+        dataset_path: a file, folder or pattern as in `formats.py`, or a trace.
+        model_folder: Hugging Face folder with config, processor and tokenizer.
         policy: what to do with samples that training could not use.
-        num_workers: processes; 0 works in this one.
+        num_workers: processes; 0 works in this one, None takes all cores if there is enough to do.
         engine: `local` processes, or `ray` for the machines of a Ray cluster that all see the files.
-        progress: show a progress bar.
+        progress: show a progress bar on stderr if it takes longer than two seconds.
 
     Returns:
-        One row per usable sample, in the order of the file; `ChatDataset.row_of` maps an id back to its row.
+        One row per usable sample, in the order of the files; `ChatDataset.row_of` maps an id back to its row.
 
     Raises:
         WorkloadError: the dataset is missing, ids repeat, or (policy `error`) samples are bad.
         RuntimeConfigError: the model folder is incomplete, or Ray is asked for and not installed.
     """
+    check_policy(policy)
     table, bad = measure_dataset(dataset_path, model_folder, num_workers=num_workers, engine=engine, progress=progress)
-    _apply_policy(bad, len(table), policy)
+    apply_policy(bad, len(table), policy)
     return table
 
 
@@ -122,40 +90,18 @@ def measure_dataset(
     dataset_path: str | Path,
     model_folder: str | Path,
     *,
-    num_workers: int = 0,
+    num_workers: int | None = None,
     engine: Engine = "local",
     progress: bool = False,
 ) -> tuple[SampleTable, tuple[BadSample, ...]]:
     """As `index_dataset`; the bad samples are returned beside the table of the good ones."""
-    dataset = ChatDataset(dataset_path)
-    arguments = (str(dataset_path), str(model_folder), secrets.token_hex(8))
-    _tools(*arguments)  # A broken model folder fails here, once, not in every worker.
-    starts = range(0, len(dataset), _BLOCK_ROWS)
-    tasks = [(*arguments, start, min(start + _BLOCK_ROWS, len(dataset))) for start in starts]
-    with _mapper(num_workers, engine) as mapped:
-        blocks = list(_with_progress(mapped(_measure_block, tasks), len(tasks), shown=progress))
-    locations: dict[str, str] = {}
-    for block in blocks:
-        for sample_id, location in zip(block.ids, block.locations, strict=True):
-            if sample_id in locations:
-                raise WorkloadError(
-                    f"id {sample_id!r} appears at {locations[sample_id]} and {location}; make it unique."
-                )
-            locations[sample_id] = location
-    sizes = [sizes for block in blocks for sizes in block.sizes]
-    flat = [size for item in sizes for size in item]
-    table = SampleTable(
-        sample_ids=np.array(list(locations), dtype=np.str_),
-        text_tokens=_column(value for block in blocks for value in block.text_tokens),
-        label_tokens=_column(value for block in blocks for value in block.label_tokens),
-        media_offsets=np.concatenate([[0], np.cumsum([len(item) for item in sizes], dtype=np.int64)]).astype(np.int64),
-        media_kind=_column(kind for block in blocks for kinds in block.kinds for kind in kinds),
-        media_patches=_column(size.patches for size in flat),
-        media_segments=_column(size.segments for size in flat),
-        media_tokens=_column(size.tokens for size in flat),
-    )
-    table.check()
-    return table, tuple(sample for block in blocks for sample in block.bad)
+    if is_trace(dataset_path):
+        bad: list[BadSample] = []
+        return read_trace(dataset_path, media_rule(model_folder), bad=bad), tuple(bad)
+    job = _Job(dataset_path, model_folder, num_workers=num_workers, engine=engine, progress=progress)
+    with job.workers() as mapped:
+        measured = job.measure(mapped, None, [])
+    return measured.table, measured.bad
 
 
 def load_index(
@@ -164,145 +110,184 @@ def load_index(
     *,
     policy: Policy = "error",
     cache_dir: str | Path = "runs/cache",
-    num_workers: int = 0,
+    num_workers: int | None = None,
+    engine: Engine = "local",
     progress: bool = False,
 ) -> SampleTable:
     """The table of `index_dataset`, from the cache where nothing has changed.
 
-    Several processes may call this at once: one measures, the others wait for it.
+    Several processes may call this at once: one measures, the others wait for it. A call that is killed leaves what it
+    has measured; the next one goes on from there.
 
     Args:
         cache_dir: folder of cached tables; the other arguments are those of `index_dataset`.
     """
-    from filelock import FileLock
-
-    path = Path(cache_dir) / f"samples-{index_key(dataset_path, model_folder, policy=policy)}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                table, bad = measure_dataset(dataset_path, model_folder, num_workers=num_workers, progress=progress)
-                _apply_policy(bad, len(table), policy)
-                write_sample_table(table, path, notes={"dataset": str(dataset_path), "skipped": len(bad)})
-                return table
-    table = read_sample_table(path)
-    if skipped := read_notes(path)["skipped"]:
-        _log.warning("%s: %d of %d samples are skipped (cached index).", dataset_path, skipped, skipped + len(table))
+    check_policy(policy)
+    table, bad = load_measured(
+        dataset_path, model_folder, cache_dir=cache_dir, num_workers=num_workers, engine=engine, progress=progress
+    )
+    apply_policy(bad, len(table), policy)
     return table
 
 
-def index_key(dataset_path: str | Path, model_folder: str | Path, *, policy: Policy) -> str:
-    """Hash of all that the table depends on: dataset bytes, sizes and times of the media files, the model's JSON files.
+def load_measured(
+    dataset_path: str | Path,
+    model_folder: str | Path,
+    *,
+    cache_dir: str | Path = "runs/cache",
+    num_workers: int | None = None,
+    engine: Engine = "local",
+    progress: bool = False,
+) -> tuple[SampleTable, tuple[BadSample, ...]]:
+    """As `load_index`; the bad samples are returned beside the table of the good ones."""
+    from filelock import FileLock
+
+    if is_trace(dataset_path):
+        return measure_dataset(dataset_path, model_folder)
+    job = _Job(dataset_path, model_folder, num_workers=num_workers, engine=engine, progress=progress)
+    cache = Path(cache_dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    with job.workers() as mapped:
+        keys = job.part_keys(mapped)
+        path = cache / f"samples-{_table_key(keys)}.parquet"
+        found = read_measured(path)
+        if found is None:
+            with FileLock(path.with_suffix(".lock")):
+                found = read_measured(path)
+                if found is None:
+                    parts = PartFolder(cache, dataset_path, model_folder)
+                    found = job.measure(mapped, parts, keys)
+                    write_measured(found, path, dataset=str(dataset_path))
+                    parts.remove()
+    return found.table, found.bad
+
+
+def index_key(dataset_path: str | Path, model_folder: str | Path) -> str:
+    """Hash of all that the table depends on: the dataset, sizes and times of the media files, the model's files.
 
     Raises:
         WorkloadError: the dataset is missing.
     """
-    dataset = ChatDataset(dataset_path)
-    digest = hashlib.sha256(f"{_INDEX_VERSION} {policy}".encode())
-    folder = find_model_folder(model_folder)
-    for name in _MODEL_FILES:
-        if (folder / name).is_file():
-            digest.update(name.encode() + hashlib.sha256((folder / name).read_bytes()).digest())
-    for row in range(len(dataset)):
-        digest.update(dataset.read_line(row))
-        try:
-            media = dataset[row].media
-        except WorkloadError:  # Reported by the index itself; its bytes are in the key.
-            continue
-        for item in media:
-            digest.update(_file_state(item.path))
-    return digest.hexdigest()[:24]
+    job = _Job(dataset_path, model_folder, num_workers=0)
+    with job.workers() as mapped:
+        return _table_key(job.part_keys(mapped))
 
 
-def _file_state(path: Path) -> bytes:
-    try:
-        status = path.stat()
-    except OSError:
-        return b"missing"
-    return f"{status.st_size} {status.st_mtime_ns}".encode()
+def _table_key(keys: Sequence[str]) -> str:
+    return hashlib.sha256("|".join(keys).encode()).hexdigest()[:24]
 
 
-def _column(values: Iterable[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.fromiter(values, dtype=np.int64)
+class _Job:
+    """One pass over a dataset."""
 
+    def __init__(
+        self,
+        dataset: str | Path,
+        model: str | Path,
+        *,
+        num_workers: int | None,
+        engine: Engine = "local",
+        progress: bool = False,
+    ) -> None:
+        if engine == "ray":  # Its processes have another working directory.
+            dataset, model = Path(dataset).absolute(), Path(model).absolute() if Path(model).is_dir() else model
+        self.dataset, self.model = str(dataset), str(model)
+        self.engine, self.progress = engine, progress
+        run = secrets.token_hex(8)
+        opened = open_dataset(self.dataset, run)
+        self.num_rows = len(opened)
+        rows = min(max(self.num_rows // _PARTS, _MIN_PART_ROWS), _MAX_PART_ROWS)
+        self.ranges = [
+            RowRange(dataset=self.dataset, model=self.model, run=run, start=start, end=end)
+            for start, end in opened.ranges(rows)
+        ]
+        if num_workers is None:
+            enough = self.num_rows // _ROWS_PER_WORKER if engine == "local" else 0
+            num_workers = min(num_cores(), enough) if enough > 1 else 0
+        self.num_workers = min(num_workers, len(self.ranges))
+        self._open = opened
 
-@lru_cache(maxsize=1)
-def _tools(dataset_path: str, model_folder: str, run: str) -> tuple[ChatDataset, ChatEncoder, MediaRule]:
-    """What a process needs to measure rows; loaded once per process and run, so a changed file is never missed."""
-    return ChatDataset(dataset_path), ChatEncoder.from_pretrained(model_folder), media_rule(model_folder)
+    @contextmanager
+    def workers(self) -> Iterator[Mapper]:
+        """Workers, which start when they are first given something."""
+        with ExitStack() as stack:
+            opened: list[Mapper] = []
 
+            def mapped(function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+                if tasks and not opened:
+                    opened.append(stack.enter_context(open_workers(self.num_workers, self.engine)))
+                return opened[0](function, tasks) if tasks else iter(())
 
-def _measure_block(task: tuple[str, str, str, int, int]) -> _Block:
-    dataset_path, model_folder, run, start, end = task
-    dataset, encoder, rule = _tools(dataset_path, model_folder, run)
-    block = _Block()
-    for row in range(start, end):
-        sample_id = "?"
-        try:
-            sample = dataset[row]
-            sample_id = sample.id
-            sizes = media_sizes(sample, rule)
-            encoded = encoder.encode(sample, [size.tokens for size in sizes])
-            if not encoded.num_label_tokens:
-                raise WorkloadError("no label token: the sample has no assistant text to learn from.")
-        except WorkloadError as error:
-            location = dataset.location(row)
-            reason = str(error).removeprefix(f"{location}: ").removeprefix(f"sample {sample_id}: ")
-            sample_id = sample_id if sample_id != "?" else dataset.find_id(row) or "?"
-            block.bad.append(BadSample(sample_id=sample_id, location=location, reason=reason))
-            continue
-        block.ids.append(sample.id)
-        block.locations.append(sample.location)
-        block.text_tokens.append(encoded.num_text_tokens)
-        block.label_tokens.append(encoded.num_label_tokens)
-        block.kinds.append([MEDIA_KINDS.index(item.kind) for item in sample.media])
-        block.sizes.append(sizes)
-    return block
+            yield mapped
+
+    def part_keys(self, mapped: Mapper) -> list[str]:
+        """The key of each part."""
+        model = model_key(self.model)
+        if self.num_workers and self.num_rows >= _ROWS_TO_HASH_APART:
+            states = dict(self._shown("Looking for changes", mapped(rows_state, self.ranges), self.ranges))
+        else:
+            states = {index: rows_state(task) for index, task in enumerate(self.ranges)}
+        return [part_key(model, states[index], task.start, task.end) for index, task in enumerate(self.ranges)]
+
+    def measure(self, mapped: Mapper, parts: PartFolder | None, keys: Sequence[str]) -> Measured:
+        """Measure all rows, with what is kept of an earlier run; every part is kept as soon as it is measured."""
+        found: dict[int, Measured] = {}
+        if parts is not None:
+            changed = parts.remove_others(set(keys))
+            kept = {index: part for index, key in enumerate(keys) if (part := parts.read(key)) is not None}
+            found |= kept
+            if kept or changed:
+                dropped = f", {changed} are dropped because their input changed" if changed else ""
+                _log.warning(
+                    f"{self.dataset}: going on with an index that was stopped: {len(kept)} of {len(keys)} parts are "
+                    f"kept{dropped}."
+                )
+        missing = [index for index in range(len(self.ranges)) if index not in found]
+        tasks = [self.ranges[index] for index in missing]
+        for number, part in self._shown("Indexing", mapped(measure_rows, tasks), tasks):
+            if parts is not None:
+                parts.write(keys[missing[number]], part, dataset=self.dataset)
+            found[missing[number]] = part
+        whole = join([found[index] for index in range(len(self.ranges))])
+        self._check_ids(whole)
+        whole.table.check()
+        return whole
+
+    def _check_ids(self, measured: Measured) -> None:
+        named = np.array([sample.sample_id for sample in measured.bad if sample.sample_id != "?"], dtype=np.str_)
+        ids = np.concatenate([measured.table.sample_ids, named])
+        if len(np.unique(ids)) < len(ids):
+            self._open.check_ids()
+            raise WorkloadError(f"{self.dataset}: an id is also the number of another row; make ids unique.")
+
+    def _shown(self, title: str, results: Iterator[Any], tasks: Sequence[RowRange]) -> Iterator[Any]:
+        """The results as they come, with a bar once it has taken two seconds."""
+        if not self.progress:
+            yield from results
+            return
+        with _bar(title, sum(task.end - task.start for task in tasks)) as advance:
+            for index, result in results:
+                yield index, result
+                advance(tasks[index].end - tasks[index].start)
 
 
 @contextmanager
-def _mapper(num_workers: int, engine: Engine) -> Iterator[Any]:
-    """A `map(function, tasks)` that keeps order: here, in local processes, or on Ray."""
-    if engine not in ("local", "ray"):
-        raise RuntimeConfigError(f"engine: expected local or ray, found {engine!r}.")
-    if engine == "local" and num_workers == 0:
-        yield map
-        return
-    if engine == "ray":
-        try:
-            from ray.util.multiprocessing import Pool
-        except ImportError as error:
-            raise RuntimeConfigError(
-                "engine: ray is not installed. Install it with `pip install entrain-opt[ray]`, or use engine local."
-            ) from error
-        pool = Pool(num_workers or None)
-    else:
-        from multiprocessing import get_context
-
-        pool = get_context("spawn").Pool(num_workers)
-    with pool:
-        yield pool.imap
-
-
-def _with_progress(blocks: Iterable[_Block], total: int, *, shown: bool) -> Iterable[_Block]:
-    if not shown:
-        return blocks
+def _bar(title: str, total_rows: int) -> Iterator[Callable[[int], None]]:
+    """A function that moves a progress bar; the bar is shown once two seconds have passed."""
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return track(blocks, description="Indexing", total=total, console=Console(stderr=True))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=Console(stderr=True))
+    task = bar.add_task(title, total=total_rows)
+    started = time.monotonic()
 
+    def advance(rows: int) -> None:
+        bar.advance(task, rows)
+        if not bar.live.is_started and time.monotonic() - started > _BAR_AFTER_SECONDS:
+            bar.start()
 
-def _apply_policy(bad: tuple[BadSample, ...], num_good: int, policy: Policy) -> None:
-    if policy not in ("error", "skip"):
-        raise RuntimeConfigError(f"policy: expected error or skip, found {policy!r}.")
-    if not bad:
-        return
-    shown = "\n".join(f"  {sample.sample_id}  {sample.location}  {sample.reason}" for sample in bad[:_SHOWN_SAMPLES])
-    more = f"\n  ... and {len(bad) - _SHOWN_SAMPLES} more" if len(bad) > _SHOWN_SAMPLES else ""
-    head = f"{len(bad)} of {len(bad) + num_good} samples cannot be used:\n{shown}{more}"
-    if policy == "error":
-        raise WorkloadError(f"{head}\nCorrect them, or leave them out with policy skip.")
-    if not num_good:
-        raise WorkloadError(f"{head}\nNo sample is left.")
-    _log.warning("Skipping %s", head)
+    try:
+        yield advance
+    finally:
+        bar.stop()

@@ -55,7 +55,7 @@ def write_sample_table(table: SampleTable, path: Path, *, notes: dict[str, Any] 
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        pq.write_table(arrow, scratch, compression="zstd")
+        pq.write_table(arrow, scratch, compression="zstd", write_page_checksum=True)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
@@ -96,10 +96,10 @@ def _open(path: Path) -> pyarrow.parquet.ParquetFile:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path, memory_map=True)
+        file = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
     except FileNotFoundError as error:
         raise WorkloadError(f"sample table: expected {path}, found none. Make it with `entrain index`.") from error
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise WorkloadError(f"sample table: {path} is not a Parquet file: {error}") from error
     found = (file.schema_arrow.metadata or {}).get(b"entrain_format", b"").decode()
     if found != _FORMAT:
@@ -111,7 +111,12 @@ def _open(path: Path) -> pyarrow.parquet.ParquetFile:
 
 
 def _decode(path: Path) -> dict[str, NDArray[Any]]:
-    arrow = _open(path).read()
+    import pyarrow as pa
+
+    try:
+        arrow = _open(path).read()
+    except (pa.ArrowException, OSError) as error:
+        raise WorkloadError(f"sample table: {path} is damaged ({str(error).strip()}). Make it anew.") from error
     columns: dict[str, NDArray[Any]] = {"sample_ids": np.array(arrow["sample_id"].to_pylist(), dtype=np.str_)}
     for name in _SCALARS:
         columns[name] = arrow[name].to_numpy().astype(np.int64)

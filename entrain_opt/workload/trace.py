@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from entrain_opt.errors import WorkloadError
+from entrain_opt.workload.bad_samples import BadSample
 from entrain_opt.workload.media import MediaRule, MediaSize
 from entrain_opt.workload.samples import MEDIA_KINDS, SampleTable
 
@@ -30,6 +31,7 @@ def read_trace(
     tokens_per_word: float = 1.3,
     label_share: float = 0.5,
     video_fps: float | None = None,
+    bad: list[BadSample] | None = None,
 ) -> SampleTable:
     """The samples of a trace as the model of `rule` would see them.
 
@@ -39,6 +41,7 @@ def read_trace(
         tokens_per_word: 1.3 is usual for English text with common tokenizers.
         label_share: share of the text tokens that count in the loss.
         video_fps: frames per second of videos whose `video_fps` is null or missing; None leaves it unknown.
+        bad: takes the samples whose sizes the processor refuses, which are then left out; without it they raise.
 
     Raises:
         WorkloadError: missing file or columns, media that the rule lacks, or a size that the processor refuses.
@@ -69,22 +72,27 @@ def read_trace(
                 f"trace: {path} holds {kind}, the model takes {', '.join(rule.kinds)}. Use another model."
             )
     ids = np.array(arrow["sample_id"].to_pylist(), dtype=np.str_)
+    kept: list[int] = []
     counts, flat = [], []
     for row, sample_id in enumerate(ids):
         try:
             media = _row_media(rule, {name: values[row] for name, values in rows.items()}, video_fps)
         except WorkloadError as error:
-            raise WorkloadError(f"trace: {path}: sample {sample_id}: {error}") from error
+            if bad is None:
+                raise WorkloadError(f"trace: {path}: sample {sample_id}: {error}") from error
+            bad.append(BadSample.from_error(error, sample_id=str(sample_id), location=f"{path}:{row}"))
+            continue
+        kept.append(row)
         counts.append(len(media))
         flat += media
-    words = arrow["text_words"].to_numpy().astype(np.float64)
+    words = arrow["text_words"].to_numpy().astype(np.float64)[kept]
     text_tokens = np.maximum(1, np.ceil(words * tokens_per_word)).astype(np.int64)
 
     table = SampleTable(
-        sample_ids=ids,
+        sample_ids=ids[kept],
         text_tokens=text_tokens,
         label_tokens=np.maximum(1, np.round(text_tokens * label_share)).astype(np.int64),
-        media_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        media_offsets=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64),
         media_kind=np.array([MEDIA_KINDS.index(kind) for kind, _ in flat], dtype=np.int64),
         media_patches=np.array([size.patches for _, size in flat], dtype=np.int64),
         media_segments=np.array([size.segments for _, size in flat], dtype=np.int64),

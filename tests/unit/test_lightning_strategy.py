@@ -47,7 +47,7 @@ def test_parts_of_another_kind_and_unusable_data_are_named():
         check_parts(module, object())
     for arguments, named in (
         ({"dataset": "d.jsonl", "global_batch_size": 0}, "global_batch_size"),
-        ({"dataset": "d.parquet", "global_batch_size": 1}, "trace"),
+        ({"dataset": "recipes/data/traces/math_vision.parquet", "global_batch_size": 1}, "trace"),
     ):
         with pytest.raises(RuntimeConfigError, match=named):
             check_parts(module, MultimodalDataModule(**arguments))

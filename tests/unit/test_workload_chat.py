@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
 from entrain_opt.workload.chat import IGNORED_LABEL, ChatEncoder
-from entrain_opt.workload.dataset import ChatDataset, ChatSample, MediaPath
+from entrain_opt.workload.dataset import ChatDataset, ChatSample, MediaItem
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "models" / "tiny-llava"
@@ -41,7 +41,7 @@ def chat(*turns, media: int | None = None) -> ChatSample:
         for index, t in enumerate(turns)
     ]
     images = sum(p == IMAGE for message in messages for p in message["content"]) if media is None else media
-    files = tuple(MediaPath(kind="image", path=Path(f"{index}.jpg")) for index in range(images))
+    files = tuple(MediaItem(kind="image", path=Path(f"{index}.jpg")) for index in range(images))
     return ChatSample(id="s1", messages=tuple(messages), media=files)
 
 
@@ -104,7 +104,7 @@ def test_media_counts_must_agree(encoder):
         encoder.encode(chat([IMAGE], "a"), [0])
     with pytest.raises(WorkloadError, match="made 1 media placeholders for 2 media items"):
         encoder.encode(chat([IMAGE], "a", media=2), [3, 3])
-    audio = ChatSample(id="s1", messages=chat("q", "a").messages, media=(MediaPath(kind="audio", path=Path("a")),))
+    audio = ChatSample(id="s1", messages=chat("q", "a").messages, media=(MediaItem(kind="audio", path=Path("a")),))
     with pytest.raises(WorkloadError, match=r"takes \['image'\], found audio"):
         encoder.encode(audio, [3])
 

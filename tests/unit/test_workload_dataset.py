@@ -122,7 +122,7 @@ def test_reading_does_not_depend_on_the_platform_encoding(tmp_path):
 
 
 def test_missing_and_empty_files_raise(tmp_path):
-    with pytest.raises(WorkloadError, match=r"expected a JSONL file at .*none\.jsonl"):
+    with pytest.raises(WorkloadError, match=r"expected a JSONL or Parquet file.*none\.jsonl"):
         ChatDataset(tmp_path / "none.jsonl")
     with pytest.raises(WorkloadError, match="no line with a sample"):
         write(tmp_path / "empty.jsonl", "", "  ")

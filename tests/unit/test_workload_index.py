@@ -12,11 +12,14 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from column_cases import damage_group, fine_vision, write
 from PIL import Image
 
 from entrain_opt.cli.index import add_parser
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.workload import index
 from entrain_opt.workload.chat import ChatEncoder
 from entrain_opt.workload.dataset import ChatDataset
 from entrain_opt.workload.index import index_dataset, index_key, load_index, measure_dataset, media_sizes
@@ -171,13 +174,31 @@ def test_ray_pool_gives_the_same_table(mixed, monkeypatch):
     assert table.sample_ids.tolist() == ["text", "one", "three", "last"]
 
 
+def test_real_ray_gives_the_same_table_and_errors(mixed, tmp_path, monkeypatch):
+    """Runs where the extra `ray` is installed; starts a cluster of one machine."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+    repeated = tmp_path / "repeated.jsonl"
+    repeated.write_text("\n".join([record("a"), record("b"), record("a")]), encoding="utf-8")
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        found = [measure_dataset(mixed, TINY, num_workers=0), measure_dataset(mixed, TINY, num_workers=2, engine="ray")]
+        with pytest.raises(WorkloadError, match=r"^id 'a' appears at .*:1 and .*:3; make it unique\.$"):
+            measure_dataset(repeated, TINY, num_workers=2, engine="ray")
+    finally:
+        ray.shutdown()
+    assert found[0][1] == found[1][1]
+    assert all(np.array_equal(getattr(found[0][0], n), getattr(found[1][0], n)) for n in SampleTable.__slots__)
+
+
 def test_cache_returns_the_same_table_and_still_warns(mixed, tmp_path, caplog):
     first = load_index(mixed, TINY, policy="skip", cache_dir=tmp_path / "cache")
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         second = load_index(mixed, TINY, policy="skip", cache_dir=tmp_path / "cache")
     assert all(np.array_equal(getattr(first, name), getattr(second, name)) for name in SampleTable.__slots__)
-    assert "8 of 12 samples are skipped" in caplog.text
+    assert "Skipping 8 of 12" in caplog.text
     with pytest.raises(WorkloadError, match="8 of 12"):
         load_index(mixed, TINY, cache_dir=tmp_path / "cache")
 
@@ -185,13 +206,12 @@ def test_cache_returns_the_same_table_and_still_warns(mixed, tmp_path, caplog):
 def test_cache_key_follows_everything_the_numbers_depend_on(mixed, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
-    keys = [index_key(mixed, folder, policy="skip")]
+    keys = [index_key(mixed, folder)]
 
-    def changed(policy: str = "skip") -> None:
-        keys.append(index_key(mixed, folder, policy=policy))
+    def changed() -> None:
+        keys.append(index_key(mixed, folder))
 
-    assert index_key(mixed, folder, policy="skip") == keys[0]
-    changed("error")
+    assert index_key(mixed, folder) == keys[0]
     os.utime(mixed.parent / "good.png", ns=(1, 1))
     changed()
     (mixed.parent / "nowhere.png").write_bytes(b"now it exists")
@@ -213,13 +233,75 @@ def test_racing_loaders_agree(tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_command_line(tmp_path, capsys):
+def command(*arguments: str | Path) -> int:
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
-    output = tmp_path / "out.parquet"
-    arguments = parser.parse_args(["index", str(VALIDATION), "--model", str(TINY), "--output", str(output)])
-    assert arguments.run(arguments) == 0
+    options = parser.parse_args(["index", *map(str, arguments)])
+    return options.run(options)
+
+
+def test_command_line(tmp_path, capsys):
+    output, cache = tmp_path / "out.parquet", tmp_path / "cache"
+    assert command(VALIDATION, "--model", TINY, "--output", output, "--cache-dir", cache) == 0
     assert len(SampleTable.read(output)) == 24
     printed = capsys.readouterr().out
     assert "encoder patches" in printed
     assert str(output) in printed
+    assert len(load_index(VALIDATION, TINY, cache_dir=cache)) == 24
+    assert len(list(cache.glob("samples-*.parquet"))) == 1  # Training finds the same table.
+
+
+def test_command_line_reports_every_bad_sample_as_a_table_and_as_json(mixed, tmp_path, capsys):
+    arguments = (mixed, "--model", TINY, "--cache-dir", tmp_path / "cache")
+    with pytest.raises(WorkloadError, match="8 of 12 samples cannot be used"):
+        command(*arguments)
+    printed = capsys.readouterr().out
+    assert "8 samples cannot be used" in printed
+    assert "Written" not in printed
+    assert not (tmp_path / "mixed.index.parquet").exists()
+    with pytest.raises(WorkloadError, match="8 of 12"):
+        command(*arguments, "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["usable"], found["bad"], found["output"]) == (12, 4, 8, None)
+    assert command(*arguments, "--json", "--policy", "skip") == 0
+    skipped = json.loads(capsys.readouterr().out)
+    assert skipped["bad_samples"] == found["bad_samples"]
+    assert len(SampleTable.read(skipped["output"])) == 4
+    for bad in skipped["bad_samples"]:
+        assert re.search(REASONS[bad["sample_id"]], bad["reason"])
+        assert re.search(r"mixed\.jsonl:\d+$", bad["location"])
+
+
+def test_one_report_over_all_files(tmp_path, capsys):
+    """A damaged row group in one file, bad rows in another."""
+    first = write(fine_vision(8), tmp_path / "train-0.parquet")
+    rows = fine_vision(4).to_pylist()
+    rows[1]["images"][0]["bytes"] = b""
+    rows[2]["texts"][0]["user"] = "<image>"
+    write(pa.Table.from_pylist(rows), tmp_path / "train-1.parquet")
+    damage_group(first, 1, "texts")
+    arguments = (
+        tmp_path,
+        "--model",
+        TINY,
+        "--cache-dir",
+        tmp_path / "cache",
+        "--output",
+        tmp_path / "out" / "o.parquet",
+    )
+    assert command(*arguments, "--policy", "skip", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["samples"], found["usable"], found["bad"]) == (12, 6, 6)
+    assert [(bad["sample_id"], bad["num_samples"]) for bad in found["bad_samples"]] == [
+        ("?", 4), ("train-1.parquet:1", 1), ("train-1.parquet:2", 1),
+    ]  # fmt: skip
+    assert command(*arguments, "--policy", "skip") == 0
+    assert "6 samples cannot be used" in capsys.readouterr().out
+
+
+def test_a_bar_is_shown_only_when_it_takes_long(monkeypatch, capsys):
+    measure_dataset(VALIDATION, TINY, num_workers=0, progress=True)
+    assert "Indexing" not in capsys.readouterr().err
+    monkeypatch.setattr(index, "_BAR_AFTER_SECONDS", -1.0)
+    measure_dataset(VALIDATION, TINY, num_workers=0, progress=True)
+    assert "24/24" in capsys.readouterr().err
