@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from entrain_opt import ModelSpec, PipelineShape
 from entrain_opt.assignment import BatchCosts
+from entrain_opt.cost.attention import mean_squares
 from entrain_opt.spec import ModuleSpec
 from entrain_opt.workload import SampleTable
 from entrain_opt.workload.media import MediaRule, MediaSize, media_rule
@@ -211,9 +212,10 @@ def join(costs: Sequence[BatchCosts]) -> BatchCosts:
 def batch_costs(table: SampleTable, model: ModelSpec) -> BatchCosts:
     """Forward seconds by counting multiplications."""
     encoder, tokens = model.encoders[0], table.total_tokens
+    squares = table.media_segments * mean_squares(encoder, table.media_patches / table.media_segments)
     return BatchCosts(
-        encoder_seconds=forward_seconds(encoder, table.media_patches, table.media_patches / table.media_segments),
-        llm_seconds=forward_seconds(model.llm, tokens, tokens / 2),  # causal: half of the keys on average
+        encoder_seconds=forward_seconds(encoder, table.media_patches, squares),
+        llm_seconds=forward_seconds(model.llm, tokens, mean_squares(model.llm, tokens) / 2),  # causal: half of the keys
         encoder_patches=table.media_patches,
         llm_tokens=tokens,
         media_offsets=table.media_offsets,
@@ -221,10 +223,17 @@ def batch_costs(table: SampleTable, model: ModelSpec) -> BatchCosts:
     )
 
 
-def forward_seconds(module: ModuleSpec, tokens: NDArray[np.int64], keys: NDArray[np.float64]) -> NDArray[np.float64]:
+def forward_seconds(module: ModuleSpec, tokens: NDArray[np.int64], squares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of all layers.
+
+    Args:
+        module: the layers.
+        tokens: [n] of each item.
+        squares: [n] query-key pairs of one layer, in the mean over layers.
+    """
     width = module.num_attention_heads * module.head_size
     matrices = module.num_layers * module.layer_parameters + module.output_parameters
-    return (2 * matrices * tokens + 4 * module.num_layers * width * tokens * keys) / NOMINAL_FLOPS_PER_SECOND
+    return (2 * matrices * tokens + 4 * module.num_layers * width * squares) / NOMINAL_FLOPS_PER_SECOND
 
 
 def split_stages(source: Source, model: ModelSpec, num_stages: int, *, trained: bool) -> PipelineShape:

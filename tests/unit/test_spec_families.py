@@ -58,7 +58,7 @@ def test_language_models_alone(model_type, tmp_path):
         assert_counts_are_real(spec, config)
 
 
-#: Parameters as the publishers' weight files hold them.
+#: Parameters as public texts state them.
 PUBLISHED = {
     "gemma-3-4b": 4_300_079_472,
     "internvl3-8b": 7_944_373_760,
