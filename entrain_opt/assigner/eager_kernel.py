@@ -16,7 +16,7 @@ from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
 from entrain_opt.compiled import borrowing, compiled, inlined
 from entrain_opt.schedule.columns import GUARDED, HAS_BACKWARD, LIMIT, NONE
 from entrain_opt.schedule.heap import pop, push
-from entrain_opt.schedule.kernel import CANDIDATES_PER_STAGE, NEVER
+from entrain_opt.schedule.kernel import NEVER
 
 IntArray = NDArray[np.int64]
 ByteArray = NDArray[np.uint8]
@@ -266,20 +266,14 @@ def _forward(
     if limit == NONE:
         return unit
     if stage >= first_llm:
-        tried = 0
-        while held[stage, _UNITS] and held[stage, _AMOUNT] + llm_amount[unit] > limit:
-            tried += 1
-            if tried == CANDIDATES_PER_STAGE or tried == num_ready[0, stage]:
-                return NONE
-            unit += 1
-            while state[0, stage, unit] != _READY:
-                unit += 1
+        if held[stage, _UNITS] and held[stage, _AMOUNT] + llm_amount[unit] > limit:
+            return NONE
         held[stage, _AMOUNT] += llm_amount[unit]
         held[stage, _UNITS] += 1
         return unit
     base = routes[stage, _BASE]
     unit = _forward_that_fits(
-        stages, state, num_ready, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, base,
+        stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, base,
         routes[stage, _NUM_UNITS], stage, unit,
     )  # fmt: skip
     if unit == NONE:
@@ -317,21 +311,13 @@ def _release(
 
 @borrowing
 def _forward_that_fits(
-    stages: IntArray, state: ByteArray, num_ready: IntArray, held: IntArray, turns: IntArray, unit_amount: IntArray,
-    pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray, base: int, end: int,
-    stage: int, lowest: int,
+    stages: IntArray, state: ByteArray, held: IntArray, turns: IntArray, unit_amount: IntArray, pair_first: IntArray,
+    pair_llm: IntArray, source_first: IntArray, sources: IntArray, base: int, end: int,
+    stage: int, first: int,
 ) -> int:  # fmt: skip
-    """The first of the next ready units of a limited encoder stage that memory admits, or one of the oldest turn."""
-    unit, tried = lowest, 0
-    while True:
-        if _fits(stages, held, turns, unit_amount[base + unit], pair_llm[pair_first[base + unit]], stage):
-            return unit
-        tried += 1
-        if tried == CANDIDATES_PER_STAGE or tried == num_ready[0, stage]:
-            break
-        unit += 1
-        while state[0, stage, unit] != _READY:
-            unit += 1
+    """A limited encoder stage's first ready unit, if memory admits it, or else one of the oldest turn."""
+    if _fits(stages, held, turns, unit_amount[base + first], pair_llm[pair_first[base + first]], stage):
+        return first
     oldest = held[stage, _OLDEST]
     if oldest < turns.shape[1]:
         for i in range(source_first[oldest], source_first[oldest + 1]):

@@ -71,8 +71,6 @@ from entrain_opt.schedule.memory import finish, fits, inside_window, leave_windo
 
 IntArray = NDArray[np.int64]
 
-#: How many ready units of a stage are tried when memory refuses the first ones.
-CANDIDATES_PER_STAGE = 8
 #: Later than any tick.
 NEVER = 1 << 62
 
@@ -282,25 +280,14 @@ def _choose_forward(
         while i < end and slots[slots[i, SEQUENCE], STARTED]:
             i += 1
         stages[stage, LOWEST] = i
-        slot, tried = NONE, 0
-        window = True
-        while i < end and tried < CANDIDATES_PER_STAGE:
-            candidate = slots[i, SEQUENCE]
+        while i < end and (slots[slots[i, SEQUENCE], STARTED] or slots[slots[i, SEQUENCE], MISSING_FORWARD]):
             i += 1
-            if slots[candidate, STARTED] or slots[candidate, MISSING_FORWARD]:
-                continue
-            if tried == 0 and best != NONE and slots[candidate, FORWARD_KEY] >= slots[best, FORWARD_KEY]:
-                window = False
-                break
-            if not inside_window(rules, stages, slots, turns, stage, candidate):
-                if tried == 0:
-                    window = False
-                    break
-            elif fits(stages, slots, turns, links, stage, candidate):
-                slot = candidate
-                break
-            tried += 1
-        if slot == NONE and window and tried:
+        slot = slots[i, SEQUENCE]
+        if best != NONE and slots[slot, FORWARD_KEY] >= slots[best, FORWARD_KEY]:
+            continue
+        if not inside_window(rules, stages, slots, turns, stage, slot):
+            continue
+        if not fits(stages, slots, turns, links, stage, slot):
             slot = _of_oldest(rules, stages, slots, turns, links, stage)
         if slot != NONE and (best == NONE or slots[slot, FORWARD_KEY] < slots[best, FORWARD_KEY]):
             best = slot
