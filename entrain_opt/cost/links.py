@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.spec.cluster import ClusterSpec
 
@@ -33,11 +35,14 @@ class Links:
 
     def between(self, degrees: ParallelDegrees, source: int, target: int) -> float:
         """Bytes per second between two pipeline ranks."""
-        crosses = any(
-            degrees.global_rank(replica, source) // self.devices_per_node
-            != degrees.global_rank(replica, target) // self.devices_per_node
-            for replica in range(degrees.data)
-        )
+        # Replicas repeat their places within a node after at most `devices_per_node` of them.
+        first = degrees.replica_size * np.arange(min(degrees.data, self.devices_per_node))
+        nodes = [
+            (first + degrees.global_rank(0, rank, tensor)) // self.devices_per_node
+            for rank in (source, target)
+            for tensor in (0, degrees.tensor_of(rank) - 1)
+        ]
+        crosses = any(bool((node != nodes[0]).any()) for node in nodes[1:])
         return self.network_bytes_per_second if crosses else self.link_bytes_per_second
 
     def neighbours(self, degrees: ParallelDegrees) -> float:
@@ -46,7 +51,7 @@ class Links:
         return min(speeds, default=self.link_bytes_per_second)
 
     def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
-        """Sum over the replicas on a ring: every rank sends 2 (d - 1) / d of the bytes."""
+        """Sum over the replicas on a ring for each place in a replica: ranks send 2 (d - 1) / d of the bytes."""
         replicas = degrees.data
         if replicas == 1 or num_bytes <= 0:
             return 0.0

@@ -65,12 +65,7 @@ def load_samples(
         data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
     options = strategy.options
-    cluster = ClusterSpec(
-        device=options.device,
-        num_nodes=strategy.num_nodes,
-        devices_per_node=strategy.num_processes,
-        memory_bytes=options.memory_bytes,
-    )
+    cluster = options.cluster(strategy.num_nodes, strategy.num_processes)
     return samples, ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen), cluster
 
 

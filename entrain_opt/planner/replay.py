@@ -137,7 +137,7 @@ class Replayer:
             held = [stage for stage in plan.stages if stage.rank == rank]
             parts = dict.fromkeys(("weights", "gradients", "optimizer", "buffers"), 0)
             for stage in held:
-                static = self.costs.static_bytes(stage, plan.degrees.data)
+                static = self.costs.static_bytes(stage, plan.degrees)
                 for name in parts:
                     parts[name] += int(getattr(static, name))
             parts |= {name: int(value) for name, value in zip(PARTS, at_peak, strict=True)}

@@ -84,12 +84,7 @@ def resolve(
     if bad_samples not in ("error", "skip"):
         raise RuntimeConfigError(f"bad_samples: expected error or skip, found {bad_samples!r}.")
     model = ModelSpec.from_pretrained(model_folder, frozen=frozen)
-    cluster = ClusterSpec(
-        device=options.device,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        memory_bytes=options.memory_bytes,
-    )
+    cluster = options.cluster(num_nodes, devices_per_node)
     samples = load_samples(dataset, model_folder, bad_samples=bad_samples, cache_dir=cache_dir, progress=progress)
     measured = None
     if options.cost_model == "measured":

@@ -22,13 +22,14 @@ from entrain_opt.planner.candidates import Candidates, Outcome
 from entrain_opt.planner.cp_sat import solve_cp_sat
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
-from entrain_opt.planner.limits import explain_infeasible, memory_limit
+from entrain_opt.planner.infeasible import explain_infeasible
+from entrain_opt.planner.instance import Instance
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.proportional import solve_proportional
 from entrain_opt.planner.replay import Replay, Replayer
-from entrain_opt.planner.search import Ranked, rank_choices, solve_by_search
+from entrain_opt.planner.search import Ranked, solve_by_search
+from entrain_opt.planner.shortlist import build_shortlist
 from entrain_opt.planner.solution import Solution
-from entrain_opt.planner.space import Instance, build_instance
 from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec
 from entrain_opt.units import format_seconds
@@ -126,12 +127,12 @@ def solve_instance(costs: CostModel, demand: Demand, options: PlanOptions) -> tu
         PlanError: nothing fits; the message names the binding limit.
     """
     for one_in_flight in (False, True):
-        instance = build_instance(costs, demand, options, one_in_flight=one_in_flight)
-        ranking = [] if options.method == "proportional" else rank_choices(instance)
+        everything = options.method == "proportional"
+        instance, ranking = build_shortlist(costs, demand, options, one_in_flight=one_in_flight, everything=everything)
         solution = _solve(instance, demand, options, ranking)
         if solution is not None:
             return instance, solution, ranking
-    raise explain_infeasible(instance, costs, memory_limit(costs, options.memory_bytes))
+    raise explain_infeasible(instance, costs, demand, options)
 
 
 def _solve(instance: Instance, demand: Demand, options: PlanOptions, ranking: list[Ranked]) -> Solution | None:
@@ -141,22 +142,23 @@ def _solve(instance: Instance, demand: Demand, options: PlanOptions, ranking: li
         return None
     if options.method == "search":
         return solve_by_search(instance, ranking)
-    solve = solve_cp_sat if options.method == "cp-sat" else solve_ilp
-    return solve(instance, incumbent=ranking[0], time_limit_seconds=options.time_limit_seconds, seed=options.seed)
+    limit, seed = options.time_limit_seconds, options.seed
+    if options.method == "cp-sat":
+        workers = options.solver_workers
+        return solve_cp_sat(instance, incumbent=ranking[0], time_limit_seconds=limit, seed=seed, workers=workers)
+    solver = options.method.removeprefix("ilp").removeprefix("-") or "any"
+    return solve_ilp(instance, incumbent=ranking[0], time_limit_seconds=limit, seed=seed, solver=solver)
 
 
 def _baseline(instance: Instance, costs: CostModel, demand: Demand, options: PlanOptions) -> Ranked | None:
-    """What the paper's rule would choose, as a candidate: with the nearest number of microbatches that is searched."""
-    paper = build_instance(costs, demand, replace(options, method="proportional"))
+    """What the paper's rule would choose, with its own number of microbatches; None if that does not fit."""
+    paper, _ = build_shortlist(
+        costs, demand, replace(options, method="proportional"), everything=True, tick_seconds=instance.tick_seconds
+    )
     solution = solve_proportional(paper, demand)
     if solution is None:
         return None
-    mine = solution.choice
-    choice = min(
-        (c for c in instance.choices if (c.data, c.pipeline) == (mine.data, mine.pipeline)),
-        key=lambda c: abs(c.num_microbatches - mine.num_microbatches),
-    )
-    return Ranked(choice=choice, ends=solution.ends, ticks=instance.objective_ticks(choice, solution.ends))
+    return Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
 
 
 def frozen_parts(model: ModelSpec) -> tuple[str, ...]:

@@ -10,9 +10,9 @@ import pytest
 from entrain_opt.errors import SolverError
 from entrain_opt.planner.cp_sat import promising_choices, solve_cp_sat
 from entrain_opt.planner.ilp import solve_ilp
+from entrain_opt.planner.instance import Choice, Instance, PartTicks
 from entrain_opt.planner.search import lower_bound_ticks, rank_choices, solve_by_search
 from entrain_opt.planner.solution import Solution, checked
-from entrain_opt.planner.space import Choice, Instance, PartTicks
 
 
 def random_instance(seed: int, *, large: bool = False) -> Instance:
