@@ -100,11 +100,12 @@ class Candidates:
             num_microbatches=choice.num_microbatches,
         )
 
-    def outcome(self, ranked: Ranked, *, final: bool = False) -> Outcome:
-        """The replay of a candidate; failures are kept as outcomes."""
+    def outcome(self, ranked: Ranked, *, final: bool = False, capped: Plan | None = None) -> Outcome:
+        """The replay of a candidate, from the memory caps of an earlier one; failures are kept as outcomes."""
         batches, replicas = FINAL_ROUND if final else FIRST_ROUND
+        plan = self.plan_of(ranked) if capped is None else capped
         try:
-            replay = self.replayer.replay(self.plan_of(ranked), num_batches=batches, num_replicas=replicas)
+            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=replicas)
         except PlanError as error:
             return Outcome(ranked=ranked, failure=str(error))
         return Outcome(ranked=ranked, replay=replay)
@@ -143,7 +144,7 @@ class Candidates:
                 break
         ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
         finalists, rest = _best_of_each_kind(ordered, FINALISTS, baseline)
-        judged = [self.outcome(o.ranked, final=True) for o in finalists]
+        judged = [self.outcome(o.ranked, final=True, capped=o.replay.plan) for o in finalists if o.replay]
         return sorted(judged, key=lambda outcome: outcome.seconds) + rest
 
 

@@ -29,10 +29,12 @@ class Load:
     Attributes:
         total: mean sum over a global batch.
         largest: mean over batches of the largest sample.
+        worst: the largest sample of the data; memory must hold it.
     """
 
     total: float
     largest: float
+    worst: float = 0.0
 
     def of_microbatch(self, data: int, num_microbatches: int) -> float:
         """Of a mean microbatch."""
@@ -41,6 +43,10 @@ class Load:
     def of_largest_microbatch(self, data: int, num_microbatches: int) -> float:
         """A microbatch is never smaller than the largest sample."""
         return max(self.of_microbatch(data, num_microbatches), self.largest)
+
+    def of_worst_microbatch(self, data: int, num_microbatches: int) -> float:
+        """The largest microbatch that any batch may hold: at least the largest sample of the data."""
+        return max(self.of_largest_microbatch(data, num_microbatches), self.worst)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +106,7 @@ class Demand:
         def load(piece: str) -> Load:
             column, by = columns[f"{name} {piece}"], plain[f"{name} {piece}"]
             largest = np.take_along_axis(self.rows, by[self.rows].argmax(axis=1)[:, None], axis=1)
-            return Load(total=float(times @ column), largest=float(column[largest].mean()))
+            return Load(total=float(times @ column), largest=float(column[largest].mean()), worst=float(column.max()))
 
         return ModuleDemand(amount=base.amount, outputs=base.outputs, **{piece: load(piece) for piece in _PIECES})
 
@@ -127,7 +133,7 @@ def estimate_demand(
 
     def load(module: str, piece: str) -> Load:
         name = f"{module} {piece}"
-        return Load(total=float(total[name]), largest=float(largest[name]))
+        return Load(total=float(total[name]), largest=float(largest[name]), worst=float(columns[name].max()))
 
     return Demand(
         modules=tuple(

@@ -170,7 +170,7 @@ class Estimator:
         trains = is_llm or (self.costs.has_backward(module, inner) if module.num_layers > 1 else module.trained)
         following = np.ones(pipeline) if one_in_flight else pipeline - np.arange(pipeline) + (0 if is_llm else 1)
         depth = np.minimum(count, following)
-        largest = load.amount.of_largest_microbatch(data, count)
+        largest = load.amount.of_worst_microbatch(data, count)
         mean = load.amount.of_microbatch(data, count)
         held = np.minimum(largest + (depth - 1) * mean, max(load.amount.total / data, largest))
 
@@ -183,7 +183,7 @@ class Estimator:
         layer = static(layer_parameters, module.trained) + (kept * held if trains else np.zeros(pipeline))
         entry = memory.input_activation_bytes(module, precision) * (held if trains else np.full(pipeline, largest))
         first = entry + static(entry_parameters, module.trained)
-        outputs = load.outputs.of_largest_microbatch(data, count)
+        outputs = load.outputs.of_worst_microbatch(data, count)
         last = static(exit_parameters, module.output_trained) + np.zeros(pipeline)
         if is_llm:
             last += self.costs.logit_bytes(tensor) * outputs

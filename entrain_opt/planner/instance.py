@@ -5,13 +5,13 @@ Seconds are ticks and bytes MiB, both rounded up, so that all solvers see the sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.plan import ParallelDegrees, StagePlan
-from entrain_opt.planner.partition import IMPOSSIBLE, segment_sums
+from entrain_opt.planner.partition import IMPOSSIBLE
 
 IntArray = NDArray[np.int64]
 
@@ -73,6 +73,44 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """All modules' layers in a row, n of them: what every sum over segments of it needs.
+
+    Attributes:
+        starts: position of each module's first layer.
+        last_layers: [modules] position of its last.
+        module_of_layer: [n].
+        overlaps: [modules, n + 1, n + 1] 1 where layers i to j - 1 have some of the module's.
+        shared: [n + 1, n + 1] whether they have some of two modules.
+        empty: [n + 1, n + 1] whether there are none.
+    """
+
+    starts: tuple[int, ...]
+    last_layers: IntArray
+    module_of_layer: IntArray
+    overlaps: IntArray
+    shared: NDArray[np.bool_]
+    empty: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, num_layers: tuple[int, ...]) -> Chain:
+        counts = np.array(num_layers)
+        ends = np.cumsum(counts)
+        starts = ends - counts
+        position = np.arange(int(ends[-1]) + 1)
+        first, end = position[:, None], position[None, :]
+        overlaps = np.stack([(first < e) & (end > s) & (end > first) for s, e in zip(starts, ends, strict=True)])
+        return cls(
+            starts=tuple(starts.tolist()),
+            last_layers=ends - 1,
+            module_of_layer=np.repeat(np.arange(len(counts)), counts),
+            overlaps=overlaps.astype(np.int64),
+            shared=overlaps.sum(axis=0) > 1,
+            empty=end <= first,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
     """One planning problem.
 
@@ -94,32 +132,38 @@ class Instance:
     one_in_flight: bool = False
     num_dropped: int = 0
 
+    _chain: Chain = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_chain", Chain.of(self.num_layers))
+
     @property
     def chain_length(self) -> int:
-        return sum(self.num_layers)
+        return len(self._chain.module_of_layer)
 
     @property
     def module_starts(self) -> tuple[int, ...]:
         """Chain position of the first layer of each module."""
-        return tuple(int(start) for start in np.concatenate([[0], np.cumsum(self.num_layers)[:-1]]))
+        return self._chain.starts
 
     def segments(self, part: PartTicks) -> IntArray:
         """[n + 1, n + 1] cost of chain layers i to j - 1 on one rank."""
-        layers = np.repeat(np.array(part.layer, dtype=np.int64), self.num_layers)
-        starts = np.array(self.module_starts)
-        layers[starts] += np.array(part.first, dtype=np.int64)
-        layers[starts + np.array(self.num_layers) - 1] += np.array(part.last, dtype=np.int64)
-        module_of_layer = np.repeat(np.arange(len(self.num_layers)), self.num_layers)
-        return segment_sums(layers, module_of_layer, np.array(part.stage, dtype=np.int64))
+        chain = self._chain
+        layers = np.array(part.layer, dtype=np.int64)[chain.module_of_layer]
+        layers[list(chain.starts)] += np.array(part.first, dtype=np.int64)
+        layers[chain.last_layers] += np.array(part.last, dtype=np.int64)
+        prefix = np.concatenate([[0], np.cumsum(layers)])
+        sums = prefix[None, :] - prefix[:, None]
+        for overlaps, ticks in zip(chain.overlaps, part.stage, strict=True):
+            if ticks:
+                sums += overlaps * ticks
+        sums[chain.empty] = IMPOSSIBLE
+        return sums
 
     def all_rank_costs(self, choice: Choice, seconds: IntArray, *, shares: bool) -> list[IntArray]:
         """Per rank `seconds`, with IMPOSSIBLE where it would be out of memory or share modules that it may not."""
         if not shares:
-            position = np.arange(self.chain_length + 1)
-            allowed = np.ones_like(seconds, dtype=bool)
-            for border in self.module_starts[1:]:
-                allowed &= (position[:, None] >= border) | (position[None, :] <= border)
-            seconds = np.where(allowed, seconds, IMPOSSIBLE)
+            seconds = np.where(self._chain.shared, IMPOSSIBLE, seconds)
         costs: dict[PartTicks, IntArray] = {}
         for part in choice.mib:
             if part not in costs:

@@ -43,11 +43,11 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
             tensor = degrees.tensor_of(rank)
             per_unit = costs.activation_bytes(stage, samples, tensor)
             largest, mean = (
-                load.amount.of_largest_microbatch(data, count),
+                load.amount.of_worst_microbatch(data, count),
                 load.amount.of_microbatch(data, count),
             )
             if index == shape.num_stages - 1:
-                budget -= costs.logit_bytes(tensor) * load.outputs.of_largest_microbatch(data, count)
+                budget -= costs.logit_bytes(tensor) * load.outputs.of_worst_microbatch(data, count)
             if stage.recompute:
                 budget -= costs.layer_bytes(stage, tensor) * largest
             if not shape.has_backward[index]:

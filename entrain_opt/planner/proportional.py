@@ -16,7 +16,7 @@ import numpy as np
 
 from entrain_opt.planner.demand import Demand
 from entrain_opt.planner.instance import Instance
-from entrain_opt.planner.search import Ranked, best_partition
+from entrain_opt.planner.search import Ranked, best_partition, lower_bound_ticks
 from entrain_opt.planner.solution import Solution, checked
 
 
@@ -51,7 +51,11 @@ def allocate_ranks(work: Sequence[float], num_ranks: int, num_layers: Sequence[i
 def solve_proportional(instance: Instance, demand: Demand) -> Solution | None:
     """The paper's configuration; None if none fits in memory."""
     work, best = module_work(demand, instance.num_layers), None
-    for choice in instance.choices:
+    bounds = [lower_bound_ticks(instance, choice) for choice in instance.choices]
+    for index in np.argsort(bounds, kind="stable").tolist():
+        choice = instance.choices[index]
+        if best is not None and bounds[index] >= best.ticks:
+            break
         ends = {}
         if choice.ranks:
             devices = [degree * ranks for degree, ranks in zip(choice.tensor, choice.ranks, strict=True)]

@@ -47,7 +47,7 @@ def build_shortlist(
         demand: of its global batches.
         options: which leave choices open.
         one_in_flight: count memory with one microbatch in flight only.
-        everything: drop nothing and rank all, for tests and small problems.
+        everything: drop nothing and rank nothing.
         tick_seconds: of another instance, to be compared with it; None chooses.
 
     Returns:
@@ -57,6 +57,9 @@ def build_shortlist(
         PlanError: the options leave no layout.
     """
     space = _Space(costs, demand, options, one_in_flight, tick_seconds)
+    if everything:
+        return space.instance(tuple(space.choice(*at) for at in space.positions())), []
+    empty = space.instance(())
     ranking: list[Ranked] = []
     kinds: dict[int, int] = {}
     best = np.inf
@@ -64,11 +67,11 @@ def build_shortlist(
         in_ticks = bound / space.tick_seconds
         new_kind = layout not in kinds and len(kinds) < MOST_KINDS
         close = in_ticks <= (1 + WORTH_KEEPING) * best or len(kinds) < 2
-        if not everything and in_ticks >= best and not (new_kind and close):
+        if in_ticks >= best and not (new_kind and close):
             if len(kinds) >= MOST_KINDS or in_ticks > (1 + WORTH_KEEPING) * best:
                 break
             continue
-        found = best_partition(space.instance(()), space.choice(layout, index))
+        found = best_partition(empty, space.choice(layout, index))
         if found is None:
             continue
         ranking.append(found)
@@ -76,9 +79,8 @@ def build_shortlist(
         best = min(best, found.ticks)
     ranking.sort(key=lambda ranked: ranked.ticks)
     # All numbers of microbatches of the kinds kept, so that neighbours can be tried.
-    kept = range(len(space.layouts)) if everything or not ranking else sorted(kinds)
-    choices = [space.choice(layout, index) for layout in kept for index in range(len(space.seconds[layout].counts))]
-    return space.instance(tuple(choices)), ranking
+    kept = [at for at in space.positions() if not ranking or at[0] in kinds]
+    return space.instance(tuple(space.choice(*at) for at in kept)), ranking
 
 
 class _Space:
@@ -108,6 +110,10 @@ class _Space:
         positions = np.concatenate([np.arange(len(s.counts)) for s in self.seconds])
         for at in np.argsort(bounds, kind="stable").tolist():
             yield float(bounds[at]), int(layouts[at]), int(positions[at])
+
+    def positions(self) -> list[tuple[int, int]]:
+        """Every layout with every position of its numbers of microbatches."""
+        return [(at, index) for at, seconds in enumerate(self.seconds) for index in range(len(seconds.counts))]
 
     def choice(self, layout: int, index: int) -> Choice:
         key = (layout, index)

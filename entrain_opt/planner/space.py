@@ -107,7 +107,7 @@ def _no_layout(costs: CostModel, global_batch_size: int, options: PlanOptions, a
             return PlanError(
                 f"tensor_degrees: none of {list(options.tensor_degrees)} divides the {module.num_attention_heads} "
                 f"heads, {module.num_key_value_heads} key-value heads and inner width {module.intermediate_size} of "
-                f"module {module.name} and the {costs.cluster.devices_per_node} devices of a node. Add 1 to tensor_degrees."
+                f"module {module.name} and the {costs.cluster.devices_per_node} devices of a node. Add 1 to it."
             )
     layers = sum(module.num_layers for module in modules)
     pairs = [(data, devices // data) for data in range(1, devices + 1) if devices % data == 0]
