@@ -120,6 +120,8 @@ class Provenance:
     seed: int = 0
     input_hash: str = ""
     """Changes when the model, data statistics, cluster or options change."""
+    num_dropped: int = 0
+    """Choices that a bound excluded before the solver."""
     candidates: tuple[dict[str, Any], ...] = ()
     """The chosen one and the runners-up: degrees, stages, microbatches, predicted seconds, and why they lost."""
     stability: dict[str, Any] | None = None

@@ -12,32 +12,31 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 from entrain_opt.cost import CostModel
 from entrain_opt.cost.analytic import model_flops, peak_flops_per_second
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees, Plan, Prediction, Provenance, StagePlan
-from entrain_opt.planner.candidates import Candidates, Outcome
+from entrain_opt.planner.candidates import Candidates
 from entrain_opt.planner.cp_sat import solve_cp_sat
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.infeasible import explain_infeasible
 from entrain_opt.planner.instance import Instance
 from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.outcomes import describe_outcomes
 from entrain_opt.planner.proportional import solve_proportional
 from entrain_opt.planner.replay import Replay, Replayer
 from entrain_opt.planner.search import Ranked, solve_by_search
 from entrain_opt.planner.shortlist import build_shortlist
 from entrain_opt.planner.solution import Solution
+from entrain_opt.planner.stability import plan_stability
 from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec
-from entrain_opt.units import format_seconds
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 1
-_LISTED_CANDIDATES = 8
+PLANNER_VERSION = 2
 
 
 def solve_plan(
@@ -109,11 +108,12 @@ def solve_plan(
             gap=solution.gap,
             seed=options.seed,
             input_hash=input_hash(costs, samples, global_batch_size, options),
-            candidates=tuple(
-                _describe(outcome, best, instance) for outcome in _distinct(outcomes)[:_LISTED_CANDIDATES]
-            ),
+            num_dropped=instance.num_dropped,
+            candidates=describe_outcomes(outcomes, ranking, instance),
         ),
     )
+    certificate = plan_stability(plan, samples, costs, seed=options.seed).as_plain()
+    plan = replace(plan, provenance=replace(plan.provenance, stability=certificate))
     plan.check(num_layers={module.name: module.num_layers for module in model.modules})
     return plan
 
@@ -180,7 +180,8 @@ def input_hash(costs: CostModel, samples: SampleTable, global_batch_size: int, o
     """Changes when the model, its costs, the data, the cluster or the options change."""
     digest = hashlib.sha256()
     parts = (PLANNER_VERSION, costs.model, costs.cluster, costs.modules, costs.links, costs.action_seconds)
-    parts_ = (costs.step_seconds_per_parameter, costs.precision, global_batch_size, options)
+    asked = replace(options, solver_workers=1)  # The answer does not depend on them.
+    parts_ = (costs.step_seconds_per_parameter, costs.precision, global_batch_size, asked)
     digest.update(repr((parts, parts_)).encode())
     for name in ("text_tokens", "label_tokens", "media_offsets", "media_kind", "media_patches", "media_segments"):
         digest.update(getattr(samples, name).tobytes())
@@ -206,39 +207,3 @@ def _prediction(replay: Replay, costs: CostModel, demand: Demand) -> Prediction:
         # The catalogue's CPU rate is nominal, so a share of it would say nothing.
         model_flops_utilization=None if device.name == "cpu" else flops / (seconds * peak),
     )
-
-
-def _distinct(outcomes: list[Outcome]) -> list[Outcome]:
-    """The winner, then the best of every other degree and border, fastest first; others of the same kind follow."""
-    seen: set[tuple[Any, ...]] = set()
-    first: list[Outcome] = []
-    rest: list[Outcome] = []
-    for outcome in outcomes:
-        choice = outcome.ranked.choice
-        key = (choice.data, choice.pipeline, outcome.ranked.ends)
-        (rest if key in seen else first).append(outcome)
-        seen.add(key)
-    return first + rest
-
-
-def _describe(outcome: Outcome, best: Outcome, instance: Instance) -> dict[str, Any]:
-    choice = outcome.ranked.choice
-    stages = [
-        f"{stage.module}[{stage.layers[0]}:{stage.layers[1]}]@{stage.rank}"
-        for stage in instance.stages(outcome.ranked.ends)
-    ]
-    entry: dict[str, Any] = {
-        "data": choice.data,
-        "pipeline": choice.pipeline,
-        "num_microbatches": choice.num_microbatches,
-        "stages": " ".join(stages),
-        "closed_form_seconds": outcome.ranked.ticks * instance.tick_seconds,
-    }
-    if outcome.replay is None:
-        return {**entry, "predicted_seconds": None, "outcome": f"cannot run: {outcome.failure}"}
-    entry["predicted_seconds"] = outcome.replay.seconds
-    if outcome is best:
-        return {**entry, "outcome": "chosen", "busy_share": list(outcome.replay.busy_share)}
-    share = outcome.replay.seconds / best.seconds - 1
-    said = f"{share:.1%} slower" if share > 0 else "not slower on the first batches only"
-    return {**entry, "outcome": f"{said} ({format_seconds(outcome.replay.seconds)} replayed)"}
