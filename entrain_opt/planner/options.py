@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from entrain_opt.cost.precision import precisions
 from entrain_opt.errors import PlanError
-from entrain_opt.spec.cluster import ClusterSpec, DeviceSpec
+from entrain_opt.spec.cluster import ClusterSpec, DeviceSpec, find_cluster_device
 
 METHODS = ("cp-sat", "ilp", "ilp-highs", "ilp-cbc", "search", "proportional")
 RECOMPUTES = ("never", "search", "always")
@@ -94,3 +96,18 @@ class PlanOptions:
             memory_bytes=self.memory_bytes,
             custom_device=self.custom_device,
         )
+
+
+def device_options(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Options that name a device: of the catalogue, of a cluster file (`.yaml`), or described in place.
+
+    A cluster file's numbers of nodes and devices are not used here: a run has its own.
+
+    Raises:
+        RuntimeConfigError: it is none of these.
+    """
+    name, custom, cluster = find_cluster_device(value)
+    found: dict[str, Any] = {"device": name, "custom_device": custom}
+    if cluster is not None and cluster.memory_bytes is not None:
+        found["memory_bytes"] = cluster.memory_bytes
+    return found

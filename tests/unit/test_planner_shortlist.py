@@ -71,7 +71,7 @@ def test_layouts_use_all_devices_divide_heads_and_stay_within_nodes():
         assert groups_fit_nodes(layout.degrees, 4)
         assert bool(layout.ranks) == (len(set(layout.tensor)) > 1)
     assert not groups_fit_nodes(ParallelDegrees(data=1, pipeline=2, tensor=(1, 2)), 2)
-    assert not groups_fit_nodes(ParallelDegrees(data=2, pipeline=2, tensor=(1, 2)), 4)
+    assert not groups_fit_nodes(ParallelDegrees(data=3, pipeline=2, tensor=(1, 2)), 4)
 
 
 def test_a_degree_that_no_module_can_have_is_an_error():
