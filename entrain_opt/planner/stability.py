@@ -89,6 +89,19 @@ class Stability:
             f"{self.tolerance:.0%} faster with another cut of the layers{beyond}."
         )
 
+    def split_lines(self, encoders: tuple[str, ...]) -> list[str]:
+        """The paper's split of the ranks in trials of each size, most frequent first: its table 2."""
+        if self.num_ranks < 2 or not encoders:
+            return []
+        lines = [
+            f"proportional split {':'.join(encoders)}:llm of {self.num_ranks} ranks in {self.trials} batches each:"
+        ]
+        for size, counts in self.splits.items():
+            shown = ", ".join(f"{split} {count}x" for split, count in list(counts.items())[:6])
+            rest = len(counts) - 6
+            lines.append(f"  {size:>4} samples: {shown}" + (f" and {rest} more" if rest > 0 else ""))
+        return lines
+
     def as_plain(self) -> dict[str, Any]:
         """For the plan file."""
         plain: dict[str, Any] = {
