@@ -9,7 +9,7 @@ none dropped. `--wide` adds tensor degrees and recompute. `import entrain_opt` i
 
 `traces`: our plan and the paper's (Algorithm 2, microbatches of four samples), both replayed by the same assigner and
 simulator; once on the global batches that the planner saw, and once on fresh ones. Costs are analytic, from data
-sheets; nothing is executed. Audio and video are sized as in `assigner_data.py`.
+sheets; nothing is executed. Audio and video are sized as in `assigner_data.py` and go through the model's one tower.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def tables(folder: Path | None, model_folder: str) -> dict[str, SampleTable]:
     if folder is None:
         return {"synthetic": synthetic_table()}
     rule = media_rule(model_folder)
-    return {path.stem: read_table(path, rule) for path in sorted(folder.glob("*.parquet"))}
+    found = {path.stem: read_table(path, rule) for path in sorted(folder.glob("*.parquet"))}
+    return {name: replace(table, media_kind=np.zeros_like(table.media_kind)) for name, table in found.items()}
 
 
 def speed(arguments: argparse.Namespace) -> None:
@@ -116,9 +117,7 @@ def speed(arguments: argparse.Namespace) -> None:
         solver = time.process_time() - start
         whole, _ = build_shortlist(costs, demand, options, everything=True, one_in_flight=instance.one_in_flight)
         best = rank_choices(whole)[0]
-        highs = (
-            solve_ilp(instance, incumbent=None, time_limit_seconds=60) if devices <= 64 and not arguments.wide else None
-        )
+        highs = solve_ilp(instance, time_limit_seconds=60) if devices <= 64 and not arguments.wide else None
         equal = solution.ticks == best.ticks and (highs is None or highs.ticks == best.ticks)
         row(
             f"{devices:,}", f"{batch:,}", f"{planning:.2f}", f"{solver:.2f}", f"{len(whole.choices):,}",
