@@ -184,16 +184,12 @@ def compare_traces(arguments: argparse.Namespace) -> None:
 
 def fresh_seconds(plan: Plan, samples: SampleTable, costs: CostModel, options: PlanOptions) -> float | None:
     """Seconds per step on batches that the planner has not seen; None if they do not fit."""
-    demand = estimate_demand(samples, costs, plan.global_batch_size, num_batches=FRESH_BATCHES, seed=12345)
-    bare = replace(plan, patches_in_flight=None, tokens_in_flight=None, predicted=None)
+    demand = estimate_demand(samples, costs, plan.global_batch_size, seed=12345)
     try:
-        return (
-            Replayer(costs, demand, options)
-            .replay(bare, num_batches=FRESH_BATCHES, num_replicas=FRESH_REPLICAS)
-            .seconds
-        )
+        replay = Replayer(costs, demand, options).replay(plan, num_batches=FRESH_BATCHES, num_replicas=FRESH_REPLICAS)
     except PlanError:
         return None
+    return replay.seconds
 
 
 def describe(plan: Plan) -> str:
