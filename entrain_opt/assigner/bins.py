@@ -60,11 +60,18 @@ class Microbatches:
             work.tokens[samples].tolist(),
             strict=True,
         )
+        most_patches, most_tokens = work.patches_limit, work.tokens_limit
+
+        def has_room(microbatch: int, patches: int, tokens: int) -> bool:
+            return (
+                self._patches[microbatch] + patches <= most_patches and self._tokens[microbatch] + tokens <= most_tokens
+            )
+
         heap = [(first[m], second[m], self._counts[m], m) for m in range(self.count)]
         heapq.heapify(heap)
         for sample, encoder_seconds, llm_seconds, patches, tokens in rows:
             full = []
-            while heap and not self._has_room(heap[0][3], patches, tokens):
+            while heap and not has_room(heap[0][3], patches, tokens):
                 full.append(heapq.heappop(heap))
             if heap:
                 chosen = heapq.heappop(heap)[3]
@@ -81,13 +88,6 @@ class Microbatches:
             heapq.heappush(heap, (first[chosen], second[chosen], self._counts[chosen], chosen))
             for entry in full:
                 heapq.heappush(heap, entry)
-
-    def _has_room(self, microbatch: int, patches: int, tokens: int) -> bool:
-        work = self._work
-        return (
-            self._patches[microbatch] + patches <= work.patches_limit
-            and self._tokens[microbatch] + tokens <= work.tokens_limit
-        )
 
 
 def split_above_caps(work: SampleWork, microbatch: IntArray) -> IntArray:

@@ -1,11 +1,14 @@
-"""`entrain plan`: solve the plan of a recipe, show it and write it."""
+"""`entrain plan`: solve the plan of a recipe (or of flags), show it and write it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from entrain_opt.plan import to_plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,44 +20,64 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the `plan` command to the subparsers of the main parser."""
+    from entrain_opt.cli.plan_arguments import add_arguments
+
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
-        help="choose the parallel configuration of a recipe",
+        help="choose the parallel configuration of a recipe, or of flags",
         description="Index the data, take or measure costs, solve for the best configuration and write plan.yaml.",
     )
-    parser.add_argument("--config", required=True, metavar="RECIPE", help="recipe (YAML)")
+    add_arguments(parser)
     parser.add_argument("--output", metavar="FILE", help="plan to write (default: runs/<recipe name>/plan.yaml)")
     parser.add_argument(
         "--cache-dir", metavar="DIR", help="kept indexes, profiles and plans (default: the recipe's, runs/cache)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON and nothing else")
+    parser.add_argument(
+        "--what-if",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE,...",
+        help="compare with device=NAME,... devices=N,... frozen=none,PART+PART,... (all combinations)",
     )
     parser.set_defaults(run=run)
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Make the plan of a recipe, print it and say where it lies; 0 on success.
+    """Make the plan, print it and say where it lies; 0 on success.
 
     Raises:
         EntrainError: see `entrain_opt.planner.resolve.resolve`.
     """
     from rich.console import Console
 
-    from entrain_opt.cli.recipe import read_recipe
+    from entrain_opt.cli.plan_arguments import asked_recipe
+    from entrain_opt.cli.what_if import compare, comparison_table, parse_changes, plain_cases
     from entrain_opt.planner.limits import memory_limit
     from entrain_opt.planner.stability import plan_stability
     from entrain_opt.planner.table import plan_table
 
-    recipe, console = read_recipe(arguments.config), Console()
+    recipe, changes = asked_recipe(arguments), parse_changes(arguments.what_if)
+    console = Console(stderr=arguments.json)
     found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
+    output = Path(arguments.output) if arguments.output else Path("runs") / recipe.name / "plan.yaml"
+    found.plan.write(output)
+    cases = compare(recipe, changes, found.samples) if changes else []
+    if arguments.json:
+        print(json.dumps({"plan": to_plain(found.plan), "written_to": str(output), "what_if": plain_cases(cases)}))
+        return 0
     console.print(workload_line(recipe, found), soft_wrap=True, highlight=False)
     limit = memory_limit(found.costs, recipe.options.memory_bytes)
     console.print(plan_table(found.plan, limit_bytes=limit))
     stability = plan_stability(found.plan, found.samples, found.costs, seed=recipe.options.seed)
     console.print(stability.sentence(), soft_wrap=True, highlight=False)
-    output = Path(arguments.output) if arguments.output else Path("runs") / recipe.name / "plan.yaml"
-    found.plan.write(output)
+    for line in stability.split_lines(found.plan.encoder_modules):
+        console.print(line, soft_wrap=True, highlight=False)
     how = {"solved": "Solved", "cached": "Unchanged inputs, taken from the cache", "file": f"Read from {recipe.plan}"}
     console.print(f"{how[found.source]}. Written to {output}", soft_wrap=True, highlight=False)
+    if cases:
+        console.print(comparison_table(cases))
     return 0
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from entrain_opt.errors import PlanError, RuntimeConfigError
-from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.units import GIB
 
 _STRATEGY, _MODULE, _DATA = "EntrainStrategy", "MultimodalModule", "MultimodalDataModule"
-_OPTION_NAMES = {item.name for item in fields(PlanOptions)} - {"memory_bytes", "precision"}
+_OPTION_NAMES = {item.name for item in fields(PlanOptions)} - {"memory_bytes", "precision", "custom_device"}
 _STRATEGY_KEYS = _OPTION_NAMES | {"plan", "memory_gib", "timeout_seconds", "cache_dir"}
 _MODULE_KEYS = {"model", "frozen"}
 _DATA_KEYS = {"dataset", "validation_dataset", "global_batch_size", "bad_samples"}
@@ -182,8 +182,19 @@ class _Reader:
             raise RuntimeConfigError(f"{self.path}: {where}: expected a list of names, found {value!r}.")
         return tuple(value)
 
+    def device(self, value: Any) -> dict[str, Any]:
+        """Options of a device: a catalogue name, a cluster file, or a device described in place."""
+        if value is None:
+            return {}
+        try:
+            return device_options(value)
+        except RuntimeConfigError as error:
+            where = "trainer.strategy.init_args.device"
+            raise RuntimeConfigError(f"{self.path}: {where}: {error}") from error
+
     def options(self, strategy: Mapping[str, Any], precision: Any) -> PlanOptions:
         values = {name: value for name, value in strategy.items() if name in _OPTION_NAMES and value is not None}
+        values |= self.device(strategy.get("device"))
         memory_gib = strategy.get("memory_gib")
         if memory_gib is not None:
             if isinstance(memory_gib, bool) or not isinstance(memory_gib, (int, float)) or memory_gib <= 0:
@@ -191,6 +202,8 @@ class _Reader:
                     f"{self.path}: trainer.strategy.init_args.memory_gib: expected GiB above 0, found {memory_gib!r}."
                 )
             values["memory_bytes"] = int(memory_gib * GIB)
+        if isinstance(values.get("tensor_degrees"), list):
+            values["tensor_degrees"] = tuple(values["tensor_degrees"])
         values["precision"] = _PRECISION_NAMES.get(str(precision), str(precision))
         options = PlanOptions(**values)
         try:

@@ -59,8 +59,12 @@ def _idle_parameters(module: ModuleSpec) -> float:
 
 
 def peak_flops_per_second(device: DeviceSpec, precision: Precision) -> float:
-    """The catalogue states bf16 for accelerators (float32 runs at half of it) and float32 for CPUs."""
-    return device.flops_per_second * (0.5 if precision.compute_bytes == 4 and device.name != "cpu" else 1.0)
+    """The device's rate in the compute type. PyTorch's float32 products do not use tensorfloat32 by default.
+
+    Raises:
+        RuntimeConfigError: the device has no such rate.
+    """
+    return device.rate("float32" if precision.compute_bytes == 4 else "bfloat16")
 
 
 def model_flops(model: ModelSpec, samples: SampleTable) -> float:

@@ -48,6 +48,15 @@ class Line:
             fixed_seconds=factor * self.fixed_seconds,
         )
 
+    def plus(self, other: Line) -> Line:
+        """The sum."""
+        return Line(
+            square_seconds=self.square_seconds + other.square_seconds,
+            token_seconds=self.token_seconds + other.token_seconds,
+            segment_seconds=self.segment_seconds + other.segment_seconds,
+            fixed_seconds=self.fixed_seconds + other.fixed_seconds,
+        )
+
     def without(self, other: Line) -> Line:
         """The difference, never below zero."""
         return Line(

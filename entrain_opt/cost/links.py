@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.spec.cluster import ClusterSpec
 
@@ -33,20 +36,30 @@ class Links:
 
     def between(self, degrees: ParallelDegrees, source: int, target: int) -> float:
         """Bytes per second between two pipeline ranks."""
-        crosses = any(
-            degrees.global_rank(replica, source) // self.devices_per_node
-            != degrees.global_rank(replica, target) // self.devices_per_node
-            for replica in range(degrees.data)
-        )
+        nodes = self._nodes(degrees)
+        ends = nodes[:, [source, target]].reshape(len(nodes), -1)
+        crosses = bool((ends != ends[:, :1]).any())
         return self.network_bytes_per_second if crosses else self.link_bytes_per_second
 
     def neighbours(self, degrees: ParallelDegrees) -> float:
         """Bytes per second of the slowest link between neighbouring pipeline ranks."""
-        speeds = [self.between(degrees, rank, rank + 1) for rank in range(degrees.pipeline - 1)]
-        return min(speeds, default=self.link_bytes_per_second)
+        nodes = self._nodes(degrees)
+        crosses = bool((nodes[:, 1:, 0] != nodes[:, :-1, 1]).any())
+        return self.network_bytes_per_second if crosses else self.link_bytes_per_second
+
+    def _nodes(self, degrees: ParallelDegrees) -> NDArray[np.int64]:
+        """[replicas, pipeline ranks, 2] nodes of the first and last device of each rank.
+
+        Replicas repeat their places within a node after at most `devices_per_node` of them, so no more are looked at.
+        """
+        widths = np.array(degrees.tensor_degrees)
+        first = np.cumsum(widths) - widths
+        replicas = degrees.replica_size * np.arange(min(degrees.data, self.devices_per_node))
+        ends = np.stack([first, first + widths - 1], axis=1)
+        return (replicas[:, None, None] + ends) // self.devices_per_node
 
     def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
-        """Sum over the replicas on a ring: every rank sends 2 (d - 1) / d of the bytes."""
+        """Sum over the replicas on a ring for each place in a replica: ranks send 2 (d - 1) / d of the bytes."""
         replicas = degrees.data
         if replicas == 1 or num_bytes <= 0:
             return 0.0

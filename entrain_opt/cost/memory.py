@@ -11,6 +11,11 @@ memory-efficient attention (no attention matrix is stored):
     attention output and its log-sum, the two residual sums, and the feed-forward's inner values
     (2 without a gate; gate, up, activation and product with one).
 
+Under tensor parallelism of degree t the norms and residual sums are whole on every device and the rest is divided by t,
+as are a layer's weights, the projector's, the head's and the token table's; the patch embedding is whole (Korthikanti
+et al. 2022, "Reducing activation recomputation in large transformer models", section 4.1). Recompute keeps a layer's
+input alone, and one layer's worth for the microbatch in its backward pass.
+
 A stage without a backward pass holds one layer's worth while it runs. Compared with what autograd keeps of
 models/tiny-llava in float32: the same for the SigLIP layer and the embeddings, up to 7 % more for the Llama layer; the
 projector and logits are counted at the peak of their backward. Allocator overhead is not included, which is why a
@@ -66,41 +71,64 @@ def parameter_bytes(num_parameters: float, *, trained: bool, precision: Precisio
 
 
 def stage_bytes(
-    model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], *, precision: Precision, reduced: bool
+    model: ModelSpec,
+    module: ModuleSpec,
+    layers: tuple[int, int],
+    *,
+    precision: Precision,
+    reduced: bool,
+    tensor: int = 1,
 ) -> StaticBytes:
-    """What a stage with these layers of a module holds all the time, embeddings, projector or head included.
+    """What a device of a stage with these layers holds all the time, embeddings, projector or head included.
 
     A tied head that is not on the stage of the embedding is a second copy of it.
     """
     first, end = layers
-    body = (end - first) * module.layer_parameters + (module.input_parameters if first == 0 else 0)
-    output = module.output_parameters if end == module.num_layers else 0
+    _, entry, exit_ = held_parameters(module, tensor)
+    body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
+    output = exit_ if end == module.num_layers else 0.0
     if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
-        output += module.input_parameters
+        output += entry
     return parameter_bytes(body, trained=module.trained, precision=precision, reduced=reduced) + parameter_bytes(
         output, trained=module.output_trained, precision=precision, reduced=reduced
     )
 
 
-def trained_parameters(module: ModuleSpec, layers: tuple[int, int]) -> int:
-    """Parameters of a stage that train: what is reduced and stepped."""
+def held_parameters(module: ModuleSpec, tensor: int = 1) -> tuple[float, float, float]:
+    """Parameters that one of `tensor` devices holds: of a mean layer, of the embedding, of the projector or head."""
+    entry = module.input_parameters / (tensor if module.vocabulary_size else 1)
+    return module.layer_parameters / tensor, entry, module.output_parameters / tensor
+
+
+def trained_parameters(module: ModuleSpec, layers: tuple[int, int], tensor: int = 1) -> float:
+    """Parameters of a stage that train: what a device reduces and steps."""
     first, end = layers
-    body = (end - first) * module.layer_parameters + (module.input_parameters if first == 0 else 0)
-    output = module.output_parameters if end == module.num_layers else 0
+    _, entry, exit_ = held_parameters(module, tensor)
+    body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
+    output = exit_ if end == module.num_layers else 0.0
     return body * module.trained + output * module.output_trained
 
 
-def layer_activation_bytes(module: ModuleSpec, precision: Precision) -> float:
-    """Bytes that one layer keeps per patch or token for its backward pass."""
-    hidden, inner = module.hidden_size, module.intermediate_size
+def replicated_layer_bytes(module: ModuleSpec) -> float:
+    """Bytes per patch or token of a layer's norms and residual sums, which tensor parallelism does not divide."""
+    return 4.0 * (3 if module.gated_mlp else 2) * 2 * module.hidden_size
+
+
+def layer_activation_bytes(
+    module: ModuleSpec, precision: Precision, tensor: int = 1, *, recompute: bool = False
+) -> float:
+    """Bytes that one layer keeps per patch or token for its backward pass, on one of `tensor` devices."""
+    if recompute:
+        return float(module.hidden_size * precision.weight_bytes)
+    inner = module.intermediate_size
     query = module.num_attention_heads * module.head_size
     key_value = module.num_key_value_heads * module.head_size
     rotated = 2 if module.vocabulary_size else 1
-    norms = (3 if module.gated_mlp else 2) * 2 * hidden
     attention = rotated * (query + key_value) + key_value + query
     feed_forward = (4 if module.gated_mlp else 2) * inner
     # Norms are computed in float32 under every precision; so is the log-sum of each head.
-    return 4.0 * (norms + module.num_attention_heads) + precision.activation_bytes * (attention + feed_forward)
+    divided = 4.0 * module.num_attention_heads + precision.activation_bytes * (attention + feed_forward)
+    return replicated_layer_bytes(module) + divided / tensor
 
 
 def input_activation_bytes(module: ModuleSpec, precision: Precision) -> float:

@@ -8,6 +8,8 @@ samples takes about a millisecond per stage.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -16,12 +18,13 @@ from entrain_opt.cost import memory
 from entrain_opt.cost.analytic import MESSAGE_LATENCY_SECONDS, analytic_costs
 from entrain_opt.cost.attention import mean_squares
 from entrain_opt.cost.features import ItemFeatures, encoder_of_media, module_features
-from entrain_opt.cost.lines import Line, ModuleCosts
+from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
 from entrain_opt.cost.links import Links
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.cost.profile import MeasuredCosts
+from entrain_opt.cost.tensor import divided_costs
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.plan import Plan, StagePlan
+from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec, ModuleSpec
 from entrain_opt.workload.samples import SampleTable
@@ -62,6 +65,7 @@ class CostModel:
         latency, self.action_seconds = MESSAGE_LATENCY_SECONDS, 2 * device.kernel_launch_seconds
         self.step_seconds_per_parameter = _STEP_VALUES * self.precision.weight_bytes / device.memory_bytes_per_second
         self.modules: dict[str, ModuleCosts] = {}
+        self._divided: dict[tuple[str, int], ModuleCosts] = {}
         if measured is None:
             self.modules = analytic_costs(model, device, self.precision)
             self.links = Links.of_cluster(cluster, latency)
@@ -105,20 +109,61 @@ class CostModel:
         items = line.item_seconds(mean_squares(spec, lengths).sum(), lengths.sum(), len(lengths))
         return float(items) + line.fixed_seconds
 
-    def module_seconds(self, samples: SampleTable) -> tuple[FloatArray, FloatArray]:
-        """Forward seconds of whole modules: [M] per media item of its encoder, [N] per sample of the language model."""
+    def module_costs(self, module: str, tensor: int = 1) -> ModuleCosts:
+        """Lines of a module whose layers are shared by `tensor` devices."""
+        if tensor == 1:
+            return self.modules[module]
+        key = (module, tensor)
+        if key not in self._divided:
+            self._divided[key] = divided_costs(
+                self.modules[module],
+                self.model.module(module),
+                self.model,
+                tensor,
+                links=self.links,
+                device=self.cluster.device_spec,
+                precision=self.precision,
+            )
+        return self._divided[key]
+
+    def module_seconds(self, samples: SampleTable, plan: Plan | None = None) -> tuple[FloatArray, FloatArray]:
+        """Forward seconds of whole modules: [M] per media item of its encoder, [N] per sample of the language model.
+
+        Args:
+            samples: the samples.
+            plan: whose tensor degrees hold; None takes 1.
+        """
         features = module_features(samples, self.model)
+        tensor = {stage.module: plan.degrees.tensor_of(stage.rank) for stage in plan.stages} if plan else {}
+
+        def seconds(module: ModuleSpec) -> FloatArray:
+            whole = (0, module.num_layers)
+            return self.stage_item_seconds(module, whole, features[module.name], tensor=tensor.get(module.name, 1))
+
         encoder = np.zeros(samples.num_media)
         for module in self.model.encoders:
-            encoder += self.stage_item_seconds(module, (0, module.num_layers), features[module.name])
-        llm = self.model.llm
-        return encoder, self.stage_item_seconds(llm, (0, llm.num_layers), features[llm.name])
+            encoder += seconds(module)
+        return encoder, seconds(self.model.llm)
 
     def stage_lines(
-        self, module: ModuleSpec, layers: tuple[int, int], *, backward: bool = False
+        self,
+        module: ModuleSpec,
+        layers: tuple[int, int],
+        *,
+        backward: bool = False,
+        tensor: int = 1,
+        recompute: bool = False,
     ) -> tuple[Line, Line, Line]:
-        """Lines of a stage's embedding, all its layers, and its projector or head (zero where it has none)."""
-        costs, (first, end) = self.modules[module.name], layers
+        """Lines of a stage's embedding, all its layers, and its projector or head (zero where it has none).
+
+        Args:
+            module: the module.
+            layers: of the stage.
+            backward: the backward pass.
+            tensor: devices that share the stage.
+            recompute: the backward pass of layers begins with another forward.
+        """
+        costs, (first, end) = self.module_costs(module.name, tensor), layers
         has_output = end == module.num_layers
         upstream = self._upstream(module)
         if not backward:
@@ -126,7 +171,7 @@ class CostModel:
         else:
             parts = (
                 costs.input.backward_line(trained=module.trained, upstream_trained=module.trained),
-                costs.layer.backward_line(trained=module.trained, upstream_trained=upstream),
+                _recomputed(costs.layer, recompute, trained=module.trained, upstream_trained=upstream),
                 costs.output.backward_line(trained=module.output_trained, upstream_trained=upstream),
             )
         return (
@@ -136,15 +181,30 @@ class CostModel:
         )
 
     def stage_item_seconds(
-        self, module: ModuleSpec, layers: tuple[int, int], features: ItemFeatures, *, backward: bool = False
+        self,
+        module: ModuleSpec,
+        layers: tuple[int, int],
+        features: ItemFeatures,
+        *,
+        backward: bool = False,
+        tensor: int = 1,
+        recompute: bool = False,
     ) -> FloatArray:
-        """[items] seconds of a stage, without its fixed part."""
-        entry, body, exit_ = self.stage_lines(module, layers, backward=backward)
+        """[items] seconds of a stage, without its fixed part; arguments as for `stage_lines`."""
+        entry, body, exit_ = self.stage_lines(module, layers, backward=backward, tensor=tensor, recompute=recompute)
         return features.input_seconds(entry) + features.layer_seconds(body, layers) + features.output_seconds(exit_)
 
-    def stage_fixed_seconds(self, module: ModuleSpec, layers: tuple[int, int], *, backward: bool = False) -> float:
+    def stage_fixed_seconds(
+        self,
+        module: ModuleSpec,
+        layers: tuple[int, int],
+        *,
+        backward: bool = False,
+        tensor: int = 1,
+        recompute: bool = False,
+    ) -> float:
         """What a stage costs once per microbatch (or part of one); 0 for a backward that does not run."""
-        lines = self.stage_lines(module, layers, backward=backward)
+        lines = self.stage_lines(module, layers, backward=backward, tensor=tensor, recompute=recompute)
         if backward and not self.has_backward(module, layers):
             return 0.0
         return sum(line.fixed_seconds for line in lines) + self.action_seconds
@@ -172,37 +232,38 @@ class CostModel:
         """
         plan.check(num_layers={module.name: module.num_layers for module in self.model.modules})
         features = module_features(samples, self.model)
-        encoder_seconds, llm_seconds = self.module_seconds(samples)
+        encoder_seconds, llm_seconds = self.module_seconds(samples, plan)
         specs = [self.model.module(stage.module) for stage in plan.stages]
-        forward = [
-            self.stage_item_seconds(spec, stage.layers, features[spec.name])
-            for spec, stage in zip(specs, plan.stages, strict=True)
-        ]
-        backward = [
-            self.stage_item_seconds(spec, stage.layers, features[spec.name], backward=True)
-            for spec, stage in zip(specs, plan.stages, strict=True)
-        ]
         numbers = range(len(plan.stages))
+
+        def items(i: int, backward: bool) -> FloatArray:
+            spec, how = specs[i], self._how(plan, i)
+            return self.stage_item_seconds(spec, plan.stages[i].layers, features[spec.name], backward=backward, **how)
+
+        def fixed(i: int, backward: bool) -> float:
+            return self.stage_fixed_seconds(specs[i], plan.stages[i].layers, backward=backward, **self._how(plan, i))
+
         stages = StageCosts(
             num_encoder_stages=plan.pipeline_shape.num_encoder_stages,
-            forward_seconds=tuple(forward),
-            backward_seconds=tuple(backward),
-            weight_gradient_share=tuple(self._weight_share(specs[i], plan.stages[i], features) for i in numbers),
-            forward_fixed_seconds=tuple(self.stage_fixed_seconds(specs[i], plan.stages[i].layers) for i in numbers),
-            backward_fixed_seconds=tuple(
-                self.stage_fixed_seconds(specs[i], plan.stages[i].layers, backward=True) for i in numbers
-            ),
+            forward_seconds=tuple(items(i, False) for i in numbers),
+            backward_seconds=tuple(items(i, True) for i in numbers),
+            weight_gradient_share=tuple(self._weight_share(plan, i, features) for i in numbers),
+            forward_fixed_seconds=tuple(fixed(i, False) for i in numbers),
+            backward_fixed_seconds=tuple(fixed(i, True) for i in numbers),
             send_seconds=tuple(self._send_seconds(plan, i, features) for i in numbers),
             send_fixed_seconds=self.links.latency_seconds,
             reduce_seconds=tuple(self.reduce_seconds(plan, i) for i in numbers),
             step_seconds=tuple(
-                memory.trained_parameters(specs[i], plan.stages[i].layers) * self.step_seconds_per_parameter
+                memory.trained_parameters(specs[i], plan.stages[i].layers, plan.degrees.tensor_of(plan.stages[i].rank))
+                * self.step_seconds_per_parameter
                 for i in numbers
             ),
-            weight_bytes=tuple(self.static_bytes(plan.stages[i], plan.degrees.data).total for i in numbers),
-            activation_bytes=tuple(self.activation_bytes(plan.stages[i], samples) for i in numbers),
+            weight_bytes=tuple(self.static_bytes(stage, plan.degrees).total for stage in plan.stages),
+            activation_bytes=tuple(
+                self.activation_bytes(stage, samples, plan.degrees.tensor_of(stage.rank)) for stage in plan.stages
+            ),
             output_bytes=tuple(self._output_width(plan.stages[i]) for i in numbers),
-            logit_bytes=self.logit_bytes,
+            logit_bytes=self.logit_bytes(plan.degrees.tensor_of(plan.stages[-1].rank)),
         )
         return BatchCosts(
             encoder_seconds=encoder_seconds,
@@ -216,37 +277,57 @@ class CostModel:
             stages=stages,
         )
 
-    @property
-    def logit_bytes(self) -> float:
+    @staticmethod
+    def _how(plan: Plan, stage: int) -> _How:
+        rank, recompute = plan.stages[stage].rank, plan.stages[stage].recompute
+        return {"tensor": plan.degrees.tensor_of(rank), "recompute": recompute}
+
+    def logit_bytes(self, tensor: int = 1) -> float:
         """Per label token of a microbatch on the last stage: logits and what the norm and head keep."""
         llm = self.model.llm
-        return memory.logit_bytes(llm, self.precision) + memory.output_activation_bytes(llm, llm, self.precision)
+        return memory.logit_bytes(llm, self.precision) / tensor + memory.output_activation_bytes(
+            llm, llm, self.precision
+        )
 
     def reduce_seconds(self, plan: Plan, stage: int) -> float:
         """Sum of a stage's gradients over the replicas, and of a tied embedding over its two holders."""
         spec = self.model.module(plan.stages[stage].module)
-        trained = memory.trained_parameters(spec, plan.stages[stage].layers)
+        tensor = plan.degrees.tensor_of(plan.stages[stage].rank)
+        trained = memory.trained_parameters(spec, plan.stages[stage].layers, tensor)
         seconds = self.links.all_reduce_seconds(plan.degrees, trained * self.precision.gradient_bytes)
         llm_stages = [i for i, other in enumerate(plan.stages) if other.module == spec.name]
         ends = {llm_stages[0], llm_stages[-1]}
         if self.model.tied_embeddings and spec.vocabulary_size and spec.trained and len(ends) == 2 and stage in ends:
             ranks = [plan.stages[end].rank for end in sorted(ends)]
             speed = self.links.between(plan.degrees, *ranks)
-            seconds += spec.input_parameters * self.precision.gradient_bytes / speed + self.links.latency_seconds
+            seconds += (
+                spec.input_parameters / tensor * self.precision.gradient_bytes / speed + self.links.latency_seconds
+            )
         return seconds
 
-    def static_bytes(self, stage: StagePlan, data_degree: int) -> memory.StaticBytes:
-        """Weights, gradients, optimizer state and reduction buffer of a stage."""
-        module = self.model.module(stage.module)
-        return memory.stage_bytes(self.model, module, stage.layers, precision=self.precision, reduced=data_degree > 1)
+    def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> memory.StaticBytes:
+        """Weights, gradients, optimizer state and reduction buffer of a stage, on one device."""
+        module, tensor = self.model.module(stage.module), degrees.tensor_of(stage.rank)
+        reduced = degrees.data > 1
+        return memory.stage_bytes(
+            self.model, module, stage.layers, precision=self.precision, reduced=reduced, tensor=tensor
+        )
 
-    def activation_bytes(self, stage: StagePlan, samples: SampleTable) -> float:
+    def layer_bytes(self, stage: StagePlan, tensor: int = 1) -> float:
+        """Per patch or token that one layer keeps without recompute: what the microbatch being recomputed needs."""
+        return memory.layer_activation_bytes(self.model.module(stage.module), self.precision, tensor)
+
+    def activation_bytes(self, stage: StagePlan, samples: SampleTable, tensor: int = 1) -> float:
         """Per patch (encoder) or token (language model) in flight on a stage; the head's are counted per label."""
         module = self.model.module(stage.module)
         first, end = stage.layers
-        per_layer = memory.layer_activation_bytes(module, self.precision)
         trains = self.has_backward(module, stage.layers)
-        held = per_layer * (end - first if trains and self._upstream(module) else 1)
+        if trains and self._upstream(module):
+            recompute = stage.recompute
+            per_layer = memory.layer_activation_bytes(module, self.precision, tensor, recompute=recompute)
+            held = per_layer * (end - first)
+        else:
+            held = self.layer_bytes(stage, tensor)
         if first == 0 and trains:
             held += memory.input_activation_bytes(module, self.precision)
         if end == module.num_layers and not module.vocabulary_size:
@@ -276,12 +357,15 @@ class CostModel:
         speed = self.links.between(plan.degrees, stage.rank, target.rank)
         return amount * item.present * (self._output_width(stage) / speed)
 
-    def _weight_share(self, spec: ModuleSpec, stage: StagePlan, features: dict[str, ItemFeatures]) -> float:
+    def _weight_share(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> float:
         """Part of a stage's backward that computes weight gradients and nothing that another stage waits for."""
-        total = float(self.stage_item_seconds(spec, stage.layers, features[spec.name], backward=True).sum())
+        stage, how = plan.stages[index], self._how(plan, index)
+        spec, (first, end) = self.model.module(stage.module), stage.layers
+        item = features[spec.name]
+        total = float(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum())
         if total <= 0:
             return 0.0
-        costs, (first, end), item = self.modules[spec.name], stage.layers, features[spec.name]
+        costs = self.module_costs(spec.name, how["tensor"])
         weights = 0.0
         if spec.trained:
             line = costs.layer.backward.without(costs.layer.input_backward)
@@ -291,3 +375,16 @@ class CostModel:
         if spec.output_trained and end == spec.num_layers:
             weights += float(item.output_seconds(costs.output.backward.without(costs.output.input_backward)).sum())
         return min(weights / total, 1.0)
+
+
+class _How(TypedDict):
+    """How a stage runs, as arguments of `CostModel.stage_lines`."""
+
+    tensor: int
+    recompute: bool
+
+
+def _recomputed(layer: PartCosts, recompute: bool, *, trained: bool, upstream_trained: bool) -> Line:
+    """A layer's backward, after another forward if its activations were not kept and it has a backward at all."""
+    backward = layer.backward_line(trained=trained, upstream_trained=upstream_trained)
+    return backward.plus(layer.forward) if recompute and (trained or upstream_trained) else backward

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from entrain_opt.cost import MeasuredCosts
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.plan import Plan
 from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
 from entrain_opt.spec.cluster import ClusterSpec
@@ -39,7 +40,7 @@ def resolve_run(
     """The plan of a run, solved or read; see `entrain_opt.planner.resolve.resolve` for what it raises."""
     data = data if data is not None else trainer.datamodule  # type: ignore[attr-defined]
     check_parts(module, data)
-    return resolve(
+    found = resolve(
         model_folder=module.model_folder,
         dataset=data.dataset,
         global_batch_size=data.global_batch_size,
@@ -53,6 +54,26 @@ def resolve_run(
         progress=progress,
         measure=_measurement(strategy, module),
     )
+    check_executable(found.plan)
+    return found
+
+
+def check_executable(plan: Plan) -> None:
+    """Raise RuntimeConfigError if a plan asks for what the runtime does not execute, saying what to change.
+
+    Planning considers more than is executed: tensor parallelism and recompute.
+    """
+    if plan.degrees.tensor_degrees != (1,) * plan.degrees.pipeline:
+        raise RuntimeConfigError(
+            f"degrees.tensor: the runtime executes tensor degree 1 only, the plan has {plan.degrees.tensor}. Plan with "
+            "tensor_degrees: [1], or set degrees.tensor to 1 in the plan file."
+        )
+    for index, stage in enumerate(plan.stages):
+        if stage.recompute:
+            raise RuntimeConfigError(
+                f"stages[{index}].recompute: the runtime does not recompute activations yet. Plan with recompute: "
+                "never, or set it to false in the plan file where memory allows."
+            )
 
 
 def load_samples(
@@ -65,12 +86,7 @@ def load_samples(
         data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
     options = strategy.options
-    cluster = ClusterSpec(
-        device=options.device,
-        num_nodes=strategy.num_nodes,
-        devices_per_node=strategy.num_processes,
-        memory_bytes=options.memory_bytes,
-    )
+    cluster = options.cluster(strategy.num_nodes, strategy.num_processes)
     return samples, ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen), cluster
 
 

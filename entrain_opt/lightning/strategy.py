@@ -21,7 +21,7 @@ from entrain_opt.lightning.failures import FailureBoard, PeerFailure
 from entrain_opt.lightning.iteration import IterationRunner
 from entrain_opt.lightning.resolution import load_samples, resolve_run
 from entrain_opt.plan import Plan, to_plain
-from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
@@ -43,10 +43,14 @@ class EntrainStrategy(DDPStrategy):
         method: solver of the planner.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
-        device: name of the device in the catalogue; None takes `cpu` on a CPU, and must be given on a GPU.
+        tensor_degrees: degrees of tensor parallelism to plan with; plans with more than 1 cannot be executed yet.
+        recompute: `never`, `search` or `always`; plans with recompute cannot be executed yet.
+        device: name of the device in the catalogue, a cluster file (`.yaml`), or a device described in place; None
+            takes `cpu` on a CPU, and must be given on a GPU.
         memory_gib: what one rank may use; None takes the device's memory less a reserve.
         time_limit_seconds: of the solver.
         seed: of the solver.
+        solver_workers: threads of the solver, 1 or 2; the plan does not depend on it.
         nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
         timeout_seconds: of a message between ranks.
         cache_dir: for indexes, measured costs and plans.
@@ -64,10 +68,13 @@ class EntrainStrategy(DDPStrategy):
         data_degree: int | None = None,
         pipeline_degree: int | None = None,
         num_microbatches: int | None = None,
-        device: str | None = None,
+        tensor_degrees: list[int] | None = None,
+        recompute: str = "never",
+        device: str | dict[str, Any] | None = None,
         memory_gib: float | None = None,
         time_limit_seconds: float = 20.0,
         seed: int = 0,
+        solver_workers: int = 1,
         nonfinite: str = "error",
         timeout_seconds: float = 1800.0,
         cache_dir: str = "runs/cache",
@@ -84,11 +91,14 @@ class EntrainStrategy(DDPStrategy):
             "data_degree": data_degree,
             "pipeline_degree": pipeline_degree,
             "num_microbatches": num_microbatches,
-            "device": device or "cpu",
+            "tensor_degrees": tuple(tensor_degrees or (1,)),
+            "recompute": recompute,
             "memory_bytes": None if memory_gib is None else int(memory_gib * GIB),
             "time_limit_seconds": time_limit_seconds,
             "seed": seed,
+            "solver_workers": solver_workers,
         }
+        self._device = device or "cpu"
         self._resolution: Resolution | None = None
         self._groups: PipelineGroups | None = None
         self._runner: IterationRunner | None = None
@@ -99,7 +109,9 @@ class EntrainStrategy(DDPStrategy):
     @property
     def options(self) -> PlanOptions:
         """What the recipe asks of the planner."""
-        return PlanOptions(**self._option_values, precision=str(self.precision_plugin.precision))
+        found = device_options(self._device)
+        given = {name: value for name, value in self._option_values.items() if value is not None}
+        return PlanOptions(**(found | given), precision=str(self.precision_plugin.precision))
 
     @property
     def resolution(self) -> Resolution:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from entrain_opt.errors import PlanError
-from entrain_opt.plan import ParallelDegrees, Plan
+from entrain_opt.plan import Plan
+from entrain_opt.planner.instance import Instance
 from entrain_opt.planner.replay import Replay, Replayer
 from entrain_opt.planner.search import Ranked, best_partition
-from entrain_opt.planner.space import Instance
 
 #: Other degrees are replayed if predicted to lose at most this share (one in any case), and at most so many.
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
@@ -41,19 +41,19 @@ class Outcome:
 def first_candidates(instance: Instance, solved: Ranked, ranking: list[Ranked]) -> Iterator[Ranked]:
     """The solver's answer, the best of other degrees, then other borders of the solver's."""
     yield solved
-    degrees = {(solved.choice.data, solved.choice.pipeline)}
+    kinds = {solved.choice.kind}
     for ranked in ranking:
-        pair = (ranked.choice.data, ranked.choice.pipeline)
-        worth = ranked.ticks <= (1 + WORTH_REPLAYING) * solved.ticks or len(degrees) == 1
-        if pair not in degrees and len(degrees) < MOST_DEGREES and worth:
-            degrees.add(pair)
+        kind = ranked.choice.kind
+        worth = ranked.ticks <= (1 + WORTH_REPLAYING) * solved.ticks or len(kinds) == 1
+        if kind not in kinds and len(kinds) < MOST_DEGREES and worth:
+            kinds.add(kind)
             yield ranked
     yield from border_neighbours(instance, solved)
 
 
 def border_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
     """Same degrees and microbatches, with the language model's first layer on another rank, or sharing one."""
-    if len(instance.num_layers) == 1 or ranked.choice.pipeline == 1:
+    if len(instance.num_layers) == 1 or ranked.choice.pipeline == 1 or ranked.choice.ranks:
         return
     border = instance.module_starts[-1]
     before = sum(end <= border for end in ranked.ends)
@@ -70,8 +70,10 @@ def border_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
 def count_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
     """Same degrees, with the next smaller and larger number of microbatches."""
     mine = ranked.choice
-    same = [c for c in instance.choices if (c.data, c.pipeline) == (mine.data, mine.pipeline)]
-    place = next(i for i, c in enumerate(same) if c.num_microbatches == mine.num_microbatches)
+    same = [c for c in instance.choices if c.kind == mine.kind]
+    place = next((i for i, c in enumerate(same) if c.num_microbatches == mine.num_microbatches), None)
+    if place is None:  # The paper's choice, where its kind was dropped.
+        return
     border = instance.module_starts[-1]
     at = [rank for rank, end in enumerate(ranked.ends[:-1]) if end == border]
     fixed = {at[0]: border} if at and len(instance.num_layers) > 1 else {}
@@ -87,28 +89,29 @@ class Candidates:
 
     def __init__(self, instance: Instance, replayer: Replayer, draft: Plan) -> None:
         self.instance, self.replayer, self.draft = instance, replayer, draft
-        self.outcomes: dict[tuple[int, int, tuple[int, ...]], Outcome] = {}
+        self.outcomes: dict[tuple[object, ...], Outcome] = {}
 
     def plan_of(self, ranked: Ranked) -> Plan:
         choice = ranked.choice
         return replace(
             self.draft,
-            degrees=ParallelDegrees(data=choice.data, pipeline=choice.pipeline),
-            stages=self.instance.stages(ranked.ends),
+            degrees=choice.degrees,
+            stages=self.instance.stages(ranked.ends, choice),
             num_microbatches=choice.num_microbatches,
         )
 
-    def outcome(self, ranked: Ranked, *, final: bool = False) -> Outcome:
-        """The replay of a candidate; failures are kept as outcomes."""
+    def outcome(self, ranked: Ranked, *, final: bool = False, capped: Plan | None = None) -> Outcome:
+        """The replay of a candidate, from the memory caps of an earlier one; failures are kept as outcomes."""
         batches, replicas = FINAL_ROUND if final else FIRST_ROUND
+        plan = self.plan_of(ranked) if capped is None else capped
         try:
-            replay = self.replayer.replay(self.plan_of(ranked), num_batches=batches, num_replicas=replicas)
+            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=replicas)
         except PlanError as error:
             return Outcome(ranked=ranked, failure=str(error))
         return Outcome(ranked=ranked, replay=replay)
 
     def _try(self, ranked: Ranked) -> None:
-        key = (ranked.choice.data, ranked.choice.num_microbatches, ranked.ends)
+        key = (ranked.choice.kind, ranked.choice.num_microbatches, ranked.ends)
         if key not in self.outcomes and len(self.outcomes) < MOST_REPLAYS:
             self.outcomes[key] = self.outcome(ranked)
 
@@ -141,7 +144,7 @@ class Candidates:
                 break
         ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
         finalists, rest = _best_of_each_kind(ordered, FINALISTS, baseline)
-        judged = [self.outcome(o.ranked, final=True) for o in finalists]
+        judged = [self.outcome(o.ranked, final=True, capped=o.replay.plan) for o in finalists if o.replay]
         return sorted(judged, key=lambda outcome: outcome.seconds) + rest
 
 
@@ -151,9 +154,9 @@ def _best_of_each_kind(
     """The fastest candidates that differ in more than the number of microbatches and the baseline, and all others."""
     chosen: list[Outcome] = []
     rest: list[Outcome] = []
-    kinds: set[tuple[int, tuple[int, ...]]] = set()
+    kinds: set[tuple[object, ...]] = set()
     for outcome in ordered:
-        kind = (outcome.ranked.choice.data, outcome.ranked.ends)
+        kind = (outcome.ranked.choice.kind, outcome.ranked.ends)
         new = kind not in kinds and len(chosen) < count
         fits = outcome.replay is not None and (new or outcome.ranked is baseline)
         (chosen if fits else rest).append(outcome)

@@ -6,7 +6,7 @@ for the embedding and head apart. Single samples differ by orders of magnitude, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,10 +29,12 @@ class Load:
     Attributes:
         total: mean sum over a global batch.
         largest: mean over batches of the largest sample.
+        worst: the largest sample of the data; memory must hold it.
     """
 
     total: float
     largest: float
+    worst: float = 0.0
 
     def of_microbatch(self, data: int, num_microbatches: int) -> float:
         """Of a mean microbatch."""
@@ -41,6 +43,10 @@ class Load:
     def of_largest_microbatch(self, data: int, num_microbatches: int) -> float:
         """A microbatch is never smaller than the largest sample."""
         return max(self.of_microbatch(data, num_microbatches), self.largest)
+
+    def of_worst_microbatch(self, data: int, num_microbatches: int) -> float:
+        """The largest microbatch that any batch may hold: at least the largest sample of the data."""
+        return max(self.of_largest_microbatch(data, num_microbatches), self.worst)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +75,40 @@ class Demand:
         samples: the table.
         rows: [batches, global_batch_size] the samples of each batch drawn.
         global_batch_size: samples per optimizer step.
+        costs: what the seconds are from.
     """
 
     modules: tuple[ModuleDemand, ...]
     samples: SampleTable
     rows: NDArray[np.int64]
     global_batch_size: int
+    costs: CostModel
+    _variants: dict[tuple[int, int, bool], ModuleDemand] = field(default_factory=dict)
+
+    def of(self, module: int, tensor: int = 1, recompute: bool = False) -> ModuleDemand:
+        """What a global batch asks of a module whose layers are shared by `tensor` devices, or recomputed.
+
+        The largest sample is the one that is largest on one device without recompute.
+        """
+        if tensor == 1 and not recompute:
+            return self.modules[module]
+        key = (module, tensor, recompute)
+        if key not in self._variants:
+            self._variants[key] = self._variant(*key)
+        return self._variants[key]
+
+    def _variant(self, module: int, tensor: int, recompute: bool) -> ModuleDemand:
+        name, base = self.costs.model.modules[module].name, self.modules[module]
+        plain = sample_columns(self.samples, self.costs)
+        columns = sample_columns(self.samples, self.costs, tensor=tensor, recompute=recompute)
+        times = np.bincount(self.rows.reshape(-1), minlength=len(self.samples)) / len(self.rows)
+
+        def load(piece: str) -> Load:
+            column, by = columns[f"{name} {piece}"], plain[f"{name} {piece}"]
+            largest = np.take_along_axis(self.rows, by[self.rows].argmax(axis=1)[:, None], axis=1)
+            return Load(total=float(times @ column), largest=float(column[largest].mean()), worst=float(column.max()))
+
+        return ModuleDemand(amount=base.amount, outputs=base.outputs, **{piece: load(piece) for piece in _PIECES})
 
 
 def estimate_demand(
@@ -99,7 +133,7 @@ def estimate_demand(
 
     def load(module: str, piece: str) -> Load:
         name = f"{module} {piece}"
-        return Load(total=float(total[name]), largest=float(largest[name]))
+        return Load(total=float(total[name]), largest=float(largest[name]), worst=float(columns[name].max()))
 
     return Demand(
         modules=tuple(
@@ -109,18 +143,30 @@ def estimate_demand(
         samples=samples,
         rows=statistics.rows,
         global_batch_size=global_batch_size,
+        costs=costs,
     )
 
 
-def sample_columns(samples: SampleTable, costs: CostModel) -> dict[str, NDArray[np.float64]]:
-    """`module piece` -> [N] per sample: forward plus backward seconds without fixed parts, and amounts."""
+def sample_columns(
+    samples: SampleTable, costs: CostModel, *, tensor: int = 1, recompute: bool = False
+) -> dict[str, NDArray[np.float64]]:
+    """`module piece` -> [N] per sample: forward plus backward seconds without fixed parts, and amounts.
+
+    Args:
+        samples: N samples.
+        costs: of the model.
+        tensor: devices that share the layers.
+        recompute: whether layers run forward again in the backward pass.
+    """
     features = module_features(samples, costs.model)
     columns: dict[str, NDArray[np.float64]] = {}
     for module in costs.model.modules:
         item = features[module.name]
         is_encoder = module.name != costs.model.llm.name
         last = module.num_layers
-        forward, backward = (costs.stage_lines(module, (0, last), backward=b) for b in (False, True))
+        forward, backward = (
+            costs.stage_lines(module, (0, last), backward=b, tensor=tensor, recompute=recompute) for b in (False, True)
+        )
         for piece, index, seconds_of in (
             ("input", 0, item.input_seconds),
             ("layer", 1, item.layer_seconds),

@@ -4,27 +4,38 @@ The same variables, constraints and objective as `cp_sat.py`; what holds only fo
 big-M that is the largest value its left side can take, not more. Coefficients are ticks and MiB, variables are named by
 indices only, and the answer is counted again by integer arithmetic, because such solvers work with tolerances.
 
-Promise: the optimum, or SolverError. Price: seconds for 64 devices; CP-SAT is the default because it is faster here.
+Promise: the optimum; or, where the time limit comes first, the hint with the bound that needs no solver; or
+SolverError. Price: seconds for 64 devices; CP-SAT is the default because it is faster here.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from entrain_opt.errors import SolverError
 from entrain_opt.planner.cp_sat import promising_choices
-from entrain_opt.planner.search import Ranked
+from entrain_opt.planner.instance import Choice, Instance, PartTicks
+from entrain_opt.planner.search import Ranked, lower_bound_ticks
 from entrain_opt.planner.solution import Solution, checked
-from entrain_opt.planner.space import Instance, PartTicks
 
 
 def solve_ilp(
-    instance: Instance, *, incumbent: Ranked | None = None, time_limit_seconds: float = 20.0, seed: int = 0
+    instance: Instance,
+    *,
+    incumbent: Ranked | None = None,
+    time_limit_seconds: float = 20.0,
+    seed: int = 0,
+    solver: str = "any",
 ) -> Solution | None:
     """The optimum of an instance; arguments and answer as for `solve_cp_sat`, but the time limit is wall clock.
 
+    Args:
+        solver: `highs`, `cbc`, or `any` of them that can run.
+
     Raises:
-        SolverError: no solver is installed, or it stopped without an answer.
+        SolverError: the solver is not installed, or it stopped without an answer and there is no incumbent.
     """
     import pulp
 
@@ -70,6 +81,9 @@ def solve_ilp(
             for m in range(1, num_modules):
                 for r in range(choice.pipeline):
                     problem += started[m, r] <= done[m - 1, r - 1] + 1 - chosen[i]
+        for m, last in enumerate(np.cumsum(choice.ranks)[:-1].tolist(), start=1):
+            problem += done[m - 1, last - 1] >= chosen[i]
+            problem += started[m, last - 1] <= 1 - chosen[i]
 
     def on_rank(part: PartTicks, r: int) -> Any:
         return pulp.lpSum(
@@ -96,32 +110,47 @@ def solve_ilp(
                 problem += on_rank(choice.mib[r], r) <= instance.limit_mib + excess * (1 - chosen[i])
 
     # Solve.
-    status = pulp.LpStatus[problem.solve(_solver(pulp, time_limit_seconds, seed))]
+    status = pulp.LpStatus[problem.solve(_solver(pulp, solver, time_limit_seconds, seed))]
+    # A solver that stops at its time limit reports Optimal as well; only the status of the solution tells.
+    proved = problem.sol_status == pulp.LpSolutionOptimal
     if status == "Infeasible" and incumbent is None:
         return None
-    if status != "Optimal" or slowest.value() is None:
+    bound = min(lower_bound_ticks(instance, choice) for choice in choices)
+    found = incumbent
+    if proved:
+        found = _read(instance, choices, chosen, held)
+        if abs(found.ticks - pulp.value(problem.objective)) > 0.5:
+            raise SolverError(f"ILP: answered {pulp.value(problem.objective)} ticks, counted {found.ticks}.")
+        if incumbent is not None and found.ticks > incumbent.ticks:
+            raise SolverError(f"ILP: {found.ticks} ticks called optimal, but {incumbent.ticks} are known.")
+        if incumbent is not None and found.ticks == incumbent.ticks:
+            found = incumbent  # Whose layers are the most even.
+    if found is None:
         raise SolverError(
             f"ILP: no proved plan in {time_limit_seconds} s ({status}). Allow more time (time_limit_seconds) or use "
             "method cp-sat."
         )
-
-    # Read back.
-    choice = max(zip(choices, chosen, strict=True), key=lambda pair: pair[1].value())[0]
-    ends = tuple(sum(round(held[m, r].value()) for m in range(num_modules)) for r in range(choice.pipeline))
-    ticks = instance.objective_ticks(choice, ends)
-    if abs(ticks - pulp.value(problem.objective)) > 0.5:
-        raise SolverError(f"ILP: answered {pulp.value(problem.objective)} ticks, counted {ticks}.")
-    # A solver that stops at its time limit reports Optimal as well; only the status of the solution tells.
-    proved = problem.sol_status == pulp.LpSolutionOptimal
-    bound = ticks if proved else min(choice.constant_ticks for choice in choices)
     solution = Solution(
-        choice=choice, ends=ends, ticks=ticks, bound_ticks=bound, status="optimal" if proved else "feasible"
+        choice=found.choice,
+        ends=found.ends,
+        ticks=found.ticks,
+        bound_ticks=found.ticks if proved else min(bound, found.ticks),  # Unproved values of a solver are not used.
+        status="optimal" if proved or bound >= found.ticks else "feasible",
     )
     return checked(instance, solution, "ILP")
 
 
-def _solver(pulp: Any, time_limit_seconds: float, seed: int) -> Any:
-    """HiGHS, else CBC; one thread and no gap, so that the same problem gives the same answer."""
+def _read(instance: Instance, choices: list[Choice], chosen: list[Any], held: dict[tuple[int, int], Any]) -> Ranked:
+    """The answer in whole numbers."""
+    choice = max(zip(choices, chosen, strict=True), key=lambda pair: pair[1].value())[0]
+    ends = tuple(
+        sum(round(held[m, r].value()) for m in range(len(instance.num_layers))) for r in range(choice.pipeline)
+    )
+    return Ranked(choice=choice, ends=ends, ticks=instance.objective_ticks(choice, ends))
+
+
+def _solver(pulp: Any, name: str, time_limit_seconds: float, seed: int) -> Any:
+    """HiGHS, else CBC, or the one asked for; one thread and no gap, so that the same problem gives the same answer."""
     highs = pulp.HiGHS(
         msg=False,
         timeLimit=time_limit_seconds,
@@ -130,11 +159,12 @@ def _solver(pulp: Any, time_limit_seconds: float, seed: int) -> Any:
         gapAbs=0.5,
         random_seed=seed,
     )
-    if highs.available():
+    if name in ("any", "highs") and highs.available():
         return highs
     cbc = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, threads=1, gapRel=0.0)
-    if cbc.available():
+    if name in ("any", "cbc") and cbc.available():
         return cbc
+    missing = {"highs": "HiGHS cannot", "cbc": "CBC cannot"}.get(name, "neither HiGHS nor CBC can")
     raise SolverError(
-        "ILP: neither HiGHS nor CBC can run here. Install one (`pip install highspy`) or use method cp-sat."
+        f"ILP: {missing} run here. Install HiGHS (`pip install highspy`) and use method ilp, or use method cp-sat."
     )

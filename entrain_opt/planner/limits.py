@@ -1,4 +1,4 @@
-"""Memory limits of a plan: what may be in flight, and what to say when nothing fits."""
+"""Memory limits of a plan: what may be in flight."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from entrain_opt.cost.features import module_features
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.demand import Demand
-from entrain_opt.planner.search import least_memory
-from entrain_opt.planner.space import Instance
-from entrain_opt.units import MIB, format_bytes
+from entrain_opt.units import format_bytes
 
 
 def memory_limit(costs: CostModel, memory_bytes: int | None) -> int:
@@ -32,22 +30,26 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
         PlanError: a single sample needs more than what is left; it is named.
     """
     samples, data, count = demand.samples, plan.degrees.data, plan.num_microbatches
+    degrees = plan.degrees
     loads = {module.name: load for module, load in zip(costs.model.modules, demand.modules, strict=True)}
     shape = plan.pipeline_shape
     caps: dict[str, tuple[float, int]] = {}
     for rank in range(shape.num_ranks):
         held = [(index, plan.stages[index]) for index in shape.stages_of_rank(rank)]
-        budget = float(limit_bytes) - sum(costs.static_bytes(stage, data).total for _, stage in held)
+        budget = float(limit_bytes) - sum(costs.static_bytes(stage, degrees).total for _, stage in held)
         needs: dict[int, tuple[float, float]] = {}
         for index, stage in held:
             load = loads[stage.module]
-            per_unit = costs.activation_bytes(stage, samples)
+            tensor = degrees.tensor_of(rank)
+            per_unit = costs.activation_bytes(stage, samples, tensor)
             largest, mean = (
-                load.amount.of_largest_microbatch(data, count),
+                load.amount.of_worst_microbatch(data, count),
                 load.amount.of_microbatch(data, count),
             )
             if index == shape.num_stages - 1:
-                budget -= costs.logit_bytes * load.outputs.of_largest_microbatch(data, count)
+                budget -= costs.logit_bytes(tensor) * load.outputs.of_worst_microbatch(data, count)
+            if stage.recompute:
+                budget -= costs.layer_bytes(stage, tensor) * largest
             if not shape.has_backward[index]:
                 budget -= per_unit * largest
                 continue
@@ -71,7 +73,7 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
         per_sample = amounts if kind == "llm" else samples.sum_media(amounts)
         worst = int(np.argmax(per_sample))
         if per_sample[worst] > room:
-            per_unit = costs.activation_bytes(stage, samples)
+            per_unit = costs.activation_bytes(stage, samples, degrees.tensor_of(stage.rank))
             raise PlanError(
                 f"sample {samples.sample_ids[worst]!r} alone holds {per_sample[worst]:,.0f} "
                 f"{'tokens' if kind == 'llm' else 'patches'} ({format_bytes(per_unit * per_sample[worst])}) on stage "
@@ -81,30 +83,3 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
             )
         result[field] = int(room)
     return replace(plan, **result)  # type: ignore[arg-type]
-
-
-def explain_infeasible(instance: Instance, costs: CostModel, limit_bytes: int) -> PlanError:
-    """The error for an instance without any feasible choice: what binds, and the choice that comes closest."""
-    best = None
-    for choice in instance.choices:
-        found = least_memory(instance, choice)
-        if found is not None and (best is None or found.ticks < best[1].ticks):
-            best = (choice, found)
-    if best is None:
-        return PlanError(f"plan: {costs.model.name} cannot be cut into any allowed number of pipeline ranks.")
-    choice, partition = best
-    needs = instance.memory_mib(choice, partition.ends)
-    rank = int(np.argmax(needs))
-    stages = instance.stages(partition.ends)
-    index = next(index for index, stage in enumerate(stages) if stage.rank == rank)
-    named = ", ".join(
-        f"{stage.module} layers {stage.layers[0]} to {stage.layers[1] - 1}" for stage in stages if stage.rank == rank
-    )
-    static = sum(costs.static_bytes(stage, choice.data).total for stage in stages if stage.rank == rank)
-    return PlanError(
-        f"memory: stage {index} ({named}) needs {format_bytes(needs[rank] * MIB)}, the device has "
-        f"{format_bytes(limit_bytes)}; {format_bytes(static)} of it are weights, gradients and optimizer state. The "
-        f"closest choice is data_degree={choice.data}, pipeline_degree={choice.pipeline}, "
-        f"num_microbatches={choice.num_microbatches} with one microbatch in flight. Closest feasible: memory of "
-        f"{format_bytes(needs[rank] * MIB)} per device, more devices, a smaller precision, or freezing a part."
-    )

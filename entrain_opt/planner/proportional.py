@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from entrain_opt.planner.demand import Demand
-from entrain_opt.planner.search import Ranked, best_partition
+from entrain_opt.planner.instance import Instance
+from entrain_opt.planner.search import Ranked, best_partition, lower_bound_ticks
 from entrain_opt.planner.solution import Solution, checked
-from entrain_opt.planner.space import Instance
 
 
 def module_work(demand: Demand, num_layers: Sequence[int]) -> list[float]:
@@ -51,9 +51,18 @@ def allocate_ranks(work: Sequence[float], num_ranks: int, num_layers: Sequence[i
 def solve_proportional(instance: Instance, demand: Demand) -> Solution | None:
     """The paper's configuration; None if none fits in memory."""
     work, best = module_work(demand, instance.num_layers), None
-    for choice in instance.choices:
+    bounds = [lower_bound_ticks(instance, choice) for choice in instance.choices]
+    for index in np.argsort(bounds, kind="stable").tolist():
+        choice = instance.choices[index]
+        if best is not None and bounds[index] >= best.ticks:
+            break
         ends = {}
-        if choice.pipeline >= len(instance.modules):
+        if choice.ranks:
+            devices = [degree * ranks for degree, ranks in zip(choice.tensor, choice.ranks, strict=True)]
+            most = [degree * layers for degree, layers in zip(choice.tensor, instance.num_layers, strict=True)]
+            if tuple(devices) != allocate_ranks(work, sum(devices), most):
+                continue
+        elif choice.pipeline >= len(instance.modules):
             ranks = allocate_ranks(work, choice.pipeline, instance.num_layers)
             borders = np.cumsum(instance.num_layers)
             ends = {int(last) - 1: int(end) for last, end in zip(np.cumsum(ranks), borders, strict=True)}

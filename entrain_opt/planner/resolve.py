@@ -14,10 +14,12 @@ from typing import Literal
 
 from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.cost.profile import profile_path
+from entrain_opt.cost.tensor import tensor_degrees
 from entrain_opt.errors import PlanError, RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.solve import input_hash, solve_plan
+from entrain_opt.planner.space import groups_fit_nodes
 from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec
 from entrain_opt.workload.samples import SampleTable
@@ -84,12 +86,7 @@ def resolve(
     if bad_samples not in ("error", "skip"):
         raise RuntimeConfigError(f"bad_samples: expected error or skip, found {bad_samples!r}.")
     model = ModelSpec.from_pretrained(model_folder, frozen=frozen)
-    cluster = ClusterSpec(
-        device=options.device,
-        num_nodes=num_nodes,
-        devices_per_node=devices_per_node,
-        memory_bytes=options.memory_bytes,
-    )
+    cluster = options.cluster(num_nodes, devices_per_node)
     samples = load_samples(dataset, model_folder, bad_samples=bad_samples, cache_dir=cache_dir, progress=progress)
     measured = None
     if options.cost_model == "measured":
@@ -186,6 +183,7 @@ def check_plan_file(
     try:
         plan.degrees.check(cluster.num_devices)
         plan.check(num_layers={module.name: module.num_layers for module in model.modules})
+        _check_choices(plan, model, cluster)
         for name, asked, found in (
             ("global_batch_size", global_batch_size, plan.global_batch_size),
             ("frozen", sorted(frozen), sorted(plan.frozen)),
@@ -198,6 +196,30 @@ def check_plan_file(
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from error
     return plan
+
+
+def _check_choices(plan: Plan, model: ModelSpec, cluster: ClusterSpec) -> None:
+    """What a hand-edited plan may get wrong beyond its own numbers: names, and degrees that the cluster cannot have."""
+    from entrain_opt.assigner import POLICIES
+    from entrain_opt.schedule.orders import ORDERS
+
+    for name, value, allowed in (("policy", plan.policy, tuple(POLICIES)), ("schedule", plan.schedule, ORDERS)):
+        if value not in allowed:
+            raise PlanError(f"{name}: expected one of {sorted(allowed)}, found {value!r}.")
+    for module in model.modules:
+        ranks = [stage.rank for stage in plan.stages if stage.module == module.name]
+        degree = plan.degrees.tensor_of(ranks[0])
+        if not tensor_degrees(model, module, (degree,), cluster.devices_per_node):
+            raise PlanError(
+                f"degrees.tensor: {degree} does not divide the {module.num_attention_heads} heads, "
+                f"{module.num_key_value_heads} key-value heads and inner width {module.intermediate_size} of module "
+                f"{module.name} and the {cluster.devices_per_node} devices of a node."
+            )
+    if not groups_fit_nodes(plan.degrees, cluster.devices_per_node):
+        raise PlanError(
+            f"degrees.tensor: {plan.degrees.tensor} puts devices that share layers on two nodes of "
+            f"{cluster.devices_per_node}. Put the larger degrees where they divide the places before them."
+        )
 
 
 def _solved(

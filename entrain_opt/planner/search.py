@@ -1,6 +1,6 @@
 """Every choice, each with its best partition by dynamic programming: exact, and the reference for the solvers.
 
-Price: one dynamic program per choice; about 100 choices for 64 devices, 0.1 s.
+Price: one dynamic program per choice, 1 to 4 ms; `shortlist.py` leaves a few dozen choices.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from entrain_opt.planner.instance import Choice, Instance
 from entrain_opt.planner.partition import IMPOSSIBLE, Partition, partition_chain
 from entrain_opt.planner.solution import Solution, checked
-from entrain_opt.planner.space import Choice, Instance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,13 @@ def best_partition(
         fixed_ends: rank -> chain position where it must end.
         shares: whether modules may share a rank; None takes what the choice says.
     """
+    if least_mib(instance, choice) > instance.limit_mib * choice.pipeline:
+        return None
     seconds = instance.segments(choice.ticks)
     sharing = choice.shares if shares is None else shares
-    found = partition_chain(
-        lambda rank: instance.rank_costs(choice, rank, seconds, shares=sharing), choice.pipeline, fixed_ends=fixed_ends
-    )
+    fixed = {**(fixed_ends or {}), **choice.borders(instance.module_starts)}
+    costs = instance.all_rank_costs(choice, seconds, shares=sharing)
+    found = partition_chain(costs.__getitem__, choice.pipeline, fixed_ends=fixed)
     if found is None:
         return None
     return Ranked(choice=choice, ends=found.ends, ticks=choice.constant_ticks + found.ticks)
@@ -65,19 +67,33 @@ def solve_by_search(instance: Instance, ranking: list[Ranked] | None = None) -> 
 
 def least_memory(instance: Instance, choice: Choice) -> Partition | None:
     """The partition whose fullest rank holds the least; its `ticks` are MiB."""
-    return partition_chain(lambda rank: instance.segments(choice.mib[rank]), choice.pipeline)
+    fixed = choice.borders(instance.module_starts)
+    return partition_chain(lambda rank: instance.segments(choice.mib[rank]), choice.pipeline, fixed_ends=fixed)
+
+
+def least_mib(instance: Instance, choice: Choice) -> int:
+    """All ranks together hold at least this much: every layer where it takes least."""
+    held = 0
+    for module, count in enumerate(instance.num_layers):
+        layer = min(part.layer[module] for part in choice.mib)
+        held += count * layer + min(part.first[module] + part.last[module] for part in choice.mib)
+    return held
 
 
 def lower_bound_ticks(instance: Instance, choice: Choice) -> int:
     """No partition of a choice takes fewer ticks: the mean over ranks, or the largest single layer."""
     seconds = instance.segments(choice.ticks)
     parts = choice.ticks
-    total = sum(
-        count * layer + first + last + stage
+    work = [
+        (count * layer + first + last, stage)
         for count, layer, first, last, stage in zip(
             instance.num_layers, parts.layer, parts.first, parts.last, parts.stage, strict=True
         )
-    )
+    ]
+    if choice.ranks:
+        mean = max(-(-own // ranks) + stage for (own, stage), ranks in zip(work, choice.ranks, strict=True))
+    else:
+        mean = -(-sum(own + stage for own, stage in work) // choice.pipeline)
     single = max(int(seconds[layer, layer + 1]) for layer in range(instance.chain_length))
     assert single < IMPOSSIBLE
-    return choice.constant_ticks + max(-(-total // choice.pipeline), single)
+    return choice.constant_ticks + max(mean, single)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from entrain_opt.errors import SolverError
-from entrain_opt.planner.space import Choice, Instance
+from entrain_opt.planner.instance import Choice, Instance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

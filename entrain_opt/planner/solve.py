@@ -12,31 +12,31 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 from entrain_opt.cost import CostModel
 from entrain_opt.cost.analytic import model_flops, peak_flops_per_second
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees, Plan, Prediction, Provenance, StagePlan
-from entrain_opt.planner.candidates import Candidates, Outcome
+from entrain_opt.planner.candidates import Candidates
 from entrain_opt.planner.cp_sat import solve_cp_sat
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
-from entrain_opt.planner.limits import explain_infeasible, memory_limit
+from entrain_opt.planner.infeasible import explain_infeasible
+from entrain_opt.planner.instance import Instance
 from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.outcomes import describe_outcomes
 from entrain_opt.planner.proportional import solve_proportional
 from entrain_opt.planner.replay import Replay, Replayer
-from entrain_opt.planner.search import Ranked, rank_choices, solve_by_search
+from entrain_opt.planner.search import Ranked, solve_by_search
+from entrain_opt.planner.shortlist import build_shortlist
 from entrain_opt.planner.solution import Solution
-from entrain_opt.planner.space import Instance, build_instance
+from entrain_opt.planner.stability import plan_stability
 from entrain_opt.spec.cluster import ClusterSpec
-from entrain_opt.spec.model import ModelSpec
-from entrain_opt.units import format_seconds
+from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 1
-_LISTED_CANDIDATES = 8
+PLANNER_VERSION = 2
 
 
 def solve_plan(
@@ -108,11 +108,12 @@ def solve_plan(
             gap=solution.gap,
             seed=options.seed,
             input_hash=input_hash(costs, samples, global_batch_size, options),
-            candidates=tuple(
-                _describe(outcome, best, instance) for outcome in _distinct(outcomes)[:_LISTED_CANDIDATES]
-            ),
+            num_dropped=instance.num_dropped,
+            candidates=describe_outcomes(outcomes, ranking, instance),
         ),
     )
+    certificate = plan_stability(plan, samples, costs, seed=options.seed).as_plain()
+    plan = replace(plan, provenance=replace(plan.provenance, stability=certificate))
     plan.check(num_layers={module.name: module.num_layers for module in model.modules})
     return plan
 
@@ -126,12 +127,12 @@ def solve_instance(costs: CostModel, demand: Demand, options: PlanOptions) -> tu
         PlanError: nothing fits; the message names the binding limit.
     """
     for one_in_flight in (False, True):
-        instance = build_instance(costs, demand, options, one_in_flight=one_in_flight)
-        ranking = [] if options.method == "proportional" else rank_choices(instance)
+        everything = options.method == "proportional"
+        instance, ranking = build_shortlist(costs, demand, options, one_in_flight=one_in_flight, everything=everything)
         solution = _solve(instance, demand, options, ranking)
         if solution is not None:
             return instance, solution, ranking
-    raise explain_infeasible(instance, costs, memory_limit(costs, options.memory_bytes))
+    raise explain_infeasible(instance, costs, demand, options)
 
 
 def _solve(instance: Instance, demand: Demand, options: PlanOptions, ranking: list[Ranked]) -> Solution | None:
@@ -141,44 +142,38 @@ def _solve(instance: Instance, demand: Demand, options: PlanOptions, ranking: li
         return None
     if options.method == "search":
         return solve_by_search(instance, ranking)
-    solve = solve_cp_sat if options.method == "cp-sat" else solve_ilp
-    return solve(instance, incumbent=ranking[0], time_limit_seconds=options.time_limit_seconds, seed=options.seed)
+    limit, seed = options.time_limit_seconds, options.seed
+    if options.method == "cp-sat":
+        workers = options.solver_workers
+        return solve_cp_sat(instance, incumbent=ranking[0], time_limit_seconds=limit, seed=seed, workers=workers)
+    solver = options.method.removeprefix("ilp").removeprefix("-") or "any"
+    return solve_ilp(instance, incumbent=ranking[0], time_limit_seconds=limit, seed=seed, solver=solver)
 
 
 def _baseline(instance: Instance, costs: CostModel, demand: Demand, options: PlanOptions) -> Ranked | None:
-    """What the paper's rule would choose, as a candidate: with the nearest number of microbatches that is searched."""
-    paper = build_instance(costs, demand, replace(options, method="proportional"))
+    """What the paper's rule would choose, with its own number of microbatches; None if that does not fit."""
+    paper, _ = build_shortlist(
+        costs, demand, replace(options, method="proportional"), everything=True, tick_seconds=instance.tick_seconds
+    )
     solution = solve_proportional(paper, demand)
     if solution is None:
         return None
-    mine = solution.choice
-    choice = min(
-        (c for c in instance.choices if (c.data, c.pipeline) == (mine.data, mine.pipeline)),
-        key=lambda c: abs(c.num_microbatches - mine.num_microbatches),
-    )
-    return Ranked(choice=choice, ends=solution.ends, ticks=instance.objective_ticks(choice, solution.ends))
+    return Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
 
 
 def frozen_parts(model: ModelSpec) -> tuple[str, ...]:
     """Names of the frozen parts of a model, as in a recipe."""
-    tower = all(not encoder.trained for encoder in model.encoders)
-    projector = all(not encoder.output_trained for encoder in model.encoders)
-    return tuple(
-        name
-        for name, frozen in (
-            ("vision_tower", tower and bool(model.encoders)),
-            ("projector", projector and bool(model.encoders)),
-            ("language_model", not model.llm.trained),
-        )
-        if frozen
-    )
+    towers = tuple(TOWER_PARTS[encoder.name] for encoder in model.encoders if not encoder.trained)
+    projector = bool(model.encoders) and all(not encoder.output_trained for encoder in model.encoders)
+    return (*towers, *(("projector",) if projector else ()), *(() if model.llm.trained else ("language_model",)))
 
 
 def input_hash(costs: CostModel, samples: SampleTable, global_batch_size: int, options: PlanOptions) -> str:
     """Changes when the model, its costs, the data, the cluster or the options change."""
     digest = hashlib.sha256()
     parts = (PLANNER_VERSION, costs.model, costs.cluster, costs.modules, costs.links, costs.action_seconds)
-    parts_ = (costs.step_seconds_per_parameter, costs.precision, global_batch_size, options)
+    asked = replace(options, solver_workers=1)  # The answer does not depend on them.
+    parts_ = (costs.step_seconds_per_parameter, costs.precision, global_batch_size, asked)
     digest.update(repr((parts, parts_)).encode())
     for name in ("text_tokens", "label_tokens", "media_offsets", "media_kind", "media_patches", "media_segments"):
         digest.update(getattr(samples, name).tobytes())
@@ -204,39 +199,3 @@ def _prediction(replay: Replay, costs: CostModel, demand: Demand) -> Prediction:
         # The catalogue's CPU rate is nominal, so a share of it would say nothing.
         model_flops_utilization=None if device.name == "cpu" else flops / (seconds * peak),
     )
-
-
-def _distinct(outcomes: list[Outcome]) -> list[Outcome]:
-    """The winner, then the best of every other degree and border, fastest first; others of the same kind follow."""
-    seen: set[tuple[Any, ...]] = set()
-    first: list[Outcome] = []
-    rest: list[Outcome] = []
-    for outcome in outcomes:
-        choice = outcome.ranked.choice
-        key = (choice.data, choice.pipeline, outcome.ranked.ends)
-        (rest if key in seen else first).append(outcome)
-        seen.add(key)
-    return first + rest
-
-
-def _describe(outcome: Outcome, best: Outcome, instance: Instance) -> dict[str, Any]:
-    choice = outcome.ranked.choice
-    stages = [
-        f"{stage.module}[{stage.layers[0]}:{stage.layers[1]}]@{stage.rank}"
-        for stage in instance.stages(outcome.ranked.ends)
-    ]
-    entry: dict[str, Any] = {
-        "data": choice.data,
-        "pipeline": choice.pipeline,
-        "num_microbatches": choice.num_microbatches,
-        "stages": " ".join(stages),
-        "closed_form_seconds": outcome.ranked.ticks * instance.tick_seconds,
-    }
-    if outcome.replay is None:
-        return {**entry, "predicted_seconds": None, "outcome": f"cannot run: {outcome.failure}"}
-    entry["predicted_seconds"] = outcome.replay.seconds
-    if outcome is best:
-        return {**entry, "outcome": "chosen", "busy_share": list(outcome.replay.busy_share)}
-    share = outcome.replay.seconds / best.seconds - 1
-    said = f"{share:.1%} slower" if share > 0 else "not slower on the first batches only"
-    return {**entry, "outcome": f"{said} ({format_seconds(outcome.replay.seconds)} replayed)"}

@@ -2,34 +2,37 @@
 
 The paper doubles n until k = ceil(ln(1 - confidence) / ln(1 - error)) independent batches of n samples all give the
 same proportional split of the ranks (k = 59 for 95 % and 5 %). Near a rounding border that never settles, although
-either split is then nearly as good. So here a batch counts against n only if the plan's cut of the layers is slower on
-it than the batch's own best cut by more than a tolerance (*regret*). Work is compared as a ratio of sums, which is what
-a pipeline feels; a mean of ratios per sample converges to another number.
+either split is then nearly as good. So here a batch counts against n only if another cut of the layers would gain more
+on it than on the data as a whole, by more than a tolerance (*regret*). Work is compared as a ratio of sums, which is
+what a pipeline feels; a mean of ratios per sample converges to another number.
 
-Promise: with k trials and no failure, a fresh batch of that size exceeds the tolerance with probability above `error`
-only if something happened that has probability 1 - confidence. It holds for batches drawn independently from the data,
-not for sorted or drifting order, and is about the cut of the layers, not about the degrees.
-Price: k small dynamic programs per size, about 50 ms for 8 ranks.
+The regret on the data as a whole is subtracted because the plan was chosen by simulation, which may prefer a cut whose
+slowest rank is a little slower. Promise: with k trials and no failure, a fresh batch of that size exceeds the tolerance
+with probability above `error` only if something happened that has probability 1 - confidence. It holds for batches
+drawn independently from the data, not for sorted or drifting order (`order.py`), and is about the cut of the layers,
+not about the degrees. Price: a few ms per size for 8 ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
-from entrain_opt.planner.demand import sample_columns
-from entrain_opt.planner.partition import partition_chain, segment_sums
-from entrain_opt.planner.proportional import allocate_ranks
+from entrain_opt.planner.cuts import Cuts
+from entrain_opt.planner.order import Order, find_order
 from entrain_opt.workload.samples import SampleTable
 
-IntArray = NDArray[np.int64]
-_TICKS = 1_000_000
+#: Batch sizes whose splits are listed, as in the paper's table 2.
+LISTED_SIZES = (1, 4, 16, 64, 256)
+#: The paper's criterion may never settle; regret always does in the end.
+_LARGEST_SAME_SPLIT, _LARGEST = 4096, 65536
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +43,13 @@ class Stability:
         batch_size: smallest size tried at which no trial exceeded the tolerance; None if none up to the largest.
         same_split_size: the same for the paper's criterion, equal proportional splits; None as above.
         num_ranks: pipeline ranks of the plan.
-        worst_regret: largest regret of the trials at the plan's own global batch.
+        worst_regret: largest regret of the trials at the plan's own global batch, above that on all data.
+        data_regret: regret on the data as a whole.
         global_batch_size: of the plan.
         trials: k.
         tolerance, confidence, error: as asked for.
+        splits: size -> ranks of the modules ("5:3") -> trials of that size in which the paper's rule gives them.
+        order: of the data in its file; None if there is too little to tell.
     """
 
     batch_size: int | None
@@ -55,12 +61,22 @@ class Stability:
     tolerance: float
     confidence: float
     error: float
+    data_regret: float = 0.0
+    splits: dict[int, dict[str, int]]
+    order: Order | None = None
 
     def sentence(self) -> str:
         """What it means, in words."""
+        order = "" if self.order is None or self.order.is_random else f"\n{self.order.sentence()}"
+        return self._statement() + order
+
+    def _statement(self) -> str:
         if self.num_ranks == 1:
             return "stability: every replica is one rank, so no batch could ask for another cut of the layers."
         worst = f"at worst {self.worst_regret:.1%} slower than a batch's own best cut"
+        beyond = ""
+        if self.data_regret > 0.005:
+            beyond = f" than all data would ({self.data_regret:.1%}, which memory or the simulation decided against)"
         if self.batch_size is None or self.batch_size > self.global_batch_size:
             needed = f"at least {self.batch_size}" if self.batch_size is not None else "more than were tried"
             return (
@@ -70,8 +86,43 @@ class Stability:
         return (
             f"stability: holds from batches of {self.batch_size} samples (yours: {self.global_batch_size}, {worst}): "
             f"with {self.confidence:.0%} confidence, fewer than {self.error:.0%} of random batches would run more than "
-            f"{self.tolerance:.0%} faster with another cut of the layers."
+            f"{self.tolerance:.0%} faster with another cut of the layers{beyond}."
         )
+
+    def split_lines(self, encoders: tuple[str, ...]) -> list[str]:
+        """The paper's split of the ranks in trials of each size, most frequent first: its table 2."""
+        if self.num_ranks < 2 or not encoders:
+            return []
+        lines = [
+            f"proportional split {':'.join(encoders)}:llm of {self.num_ranks} ranks in {self.trials} batches each:"
+        ]
+        for size, counts in self.splits.items():
+            shown = ", ".join(f"{split} {count}x" for split, count in list(counts.items())[:6])
+            rest = len(counts) - 6
+            lines.append(f"  {size:>4} samples: {shown}" + (f" and {rest} more" if rest > 0 else ""))
+        return lines
+
+    def as_plain(self) -> dict[str, Any]:
+        """For the plan file."""
+        plain: dict[str, Any] = {
+            "statement": self._statement(),
+            "b_min": self.batch_size,
+            "b_min_same_split": self.same_split_size,
+            "worst_regret": round(self.worst_regret, 6),
+            "regret_on_all_data": round(self.data_regret, 6),
+            "trials": self.trials,
+            "tolerance": self.tolerance,
+            "confidence": self.confidence,
+            "error": self.error,
+            "splits": {str(size): counts for size, counts in self.splits.items()},
+        }
+        if self.order is not None:
+            plain["order"] = {
+                "is_random": self.order.is_random,
+                "spread": round(self.order.spread, 3),
+                "statement": self.order.sentence(),
+            }
+        return plain
 
 
 def num_trials(confidence: float, error: float) -> int:
@@ -96,103 +147,52 @@ def plan_stability(
 
     Args:
         plan: of this model.
-        samples: the data, from which batches are drawn with replacement.
+        samples: the data, from which batches are drawn with replacement; its order is judged as it is.
         costs: of the model.
         confidence, error: of the statement.
         tolerance: regret that is still called right.
-        smallest: first batch size; doubled up to the larger of 4,096 and the plan's global batch.
+        smallest: first batch size; doubled up to 65,536.
         seed: of the draws.
 
     Raises:
         PlanError: confidence or error is not between 0 and 1.
     """
     trials = num_trials(confidence, error)
-    judge = _Judge(plan, samples, costs)
+    cuts = Cuts(plan, samples, costs)
     generator = np.random.default_rng(seed)
+    on_all = float(cuts.regrets(cuts.values.sum(axis=0, keepdims=True))[0])
     found: int | None = None
     same: int | None = None
-    size, largest = smallest, max(4096, plan.global_batch_size)
-    while size <= largest and (found is None or same is None):
-        sums = judge.draw(generator, size, trials + 1)
-        splits = {judge.split(row) for row in sums}
-        if same is None and len(splits) == 1:
+    size = smallest
+    while size <= _LARGEST and (found is None or (same is None and size <= _LARGEST_SAME_SPLIT)):
+        sums = cuts.draw(generator, size, trials + 1)
+        if same is None and size <= _LARGEST_SAME_SPLIT and len(set(cuts.splits(sums))) == 1:
             same = size
-        if found is None and all(judge.regret(row) <= tolerance for row in sums[1:]):
+        if found is None and bool((cuts.regrets(sums[1:]) - on_all <= tolerance).all()):
             found = size
         size *= 2
-    own = judge.draw(np.random.default_rng(seed + 1), plan.global_batch_size, trials)
+    own = cuts.draw(np.random.default_rng(seed + 1), plan.global_batch_size, trials)
     return Stability(
         batch_size=found,
         same_split_size=same,
-        num_ranks=judge.num_ranks,
-        worst_regret=max(judge.regret(row) for row in own),
+        num_ranks=cuts.num_ranks,
+        worst_regret=max(float(cuts.regrets(own).max()) - on_all, 0.0),
+        data_regret=on_all,
         global_batch_size=plan.global_batch_size,
         trials=trials,
         tolerance=tolerance,
         confidence=confidence,
         error=error,
+        splits=split_counts(cuts, trials, seed=seed + 2),
+        order=find_order(cuts.module_seconds(cuts.values), seed=seed),
     )
 
 
-class _Judge:
-    """Compares a plan's cut with the best one for a batch's sums."""
-
-    def __init__(self, plan: Plan, samples: SampleTable, costs: CostModel) -> None:
-        self.modules = costs.model.modules
-        self.num_layers = [module.num_layers for module in self.modules]
-        columns = sample_columns(samples, costs)
-        names = [f"{module.name} {piece}" for module in self.modules for piece in ("input", "layer", "output")]
-        self.values = np.stack([columns[name] for name in names], axis=1)
-        self.num_ranks = plan.degrees.pipeline
-        layers_of_rank = [0] * self.num_ranks
-        for stage in plan.stages:
-            layers_of_rank[stage.rank] += stage.num_layers
-        self.ends = tuple(int(end) for end in np.cumsum(layers_of_rank))
-        borders = np.cumsum(self.num_layers)[:-1]
-        self.shares = any(start < border < end for border in borders for start, end in self._spans())
-        self.borders = borders
-
-    def _spans(self) -> list[tuple[int, int]]:
-        return list(zip((0, *self.ends[:-1]), self.ends, strict=True))
-
-    def draw(self, generator: np.random.Generator, size: int, count: int) -> NDArray[np.float64]:
-        """[count, pieces] sums over random batches."""
-        rows = generator.integers(len(self.values), size=(count, size))
-        return np.stack([self.values[row].sum(axis=0) for row in rows])
-
-    def split(self, sums: NDArray[np.float64]) -> tuple[int, ...]:
-        """The paper's proportional split of the ranks."""
-        if self.num_ranks < len(self.modules):
-            return (self.num_ranks,)
-        pieces = sums.reshape(-1, 3)
-        work = [row[0] + count * row[1] + row[2] for row, count in zip(pieces, self.num_layers, strict=True)]
-        return allocate_ranks(work, self.num_ranks, self.num_layers)
-
-    def regret(self, sums: NDArray[np.float64]) -> float:
-        """How much slower the plan's slowest rank is than that of the best cut of the same kind."""
-        if self.num_ranks == 1:
-            return 0.0
-        pieces = sums.reshape(-1, 3)
-        layers = np.repeat(pieces[:, 1], self.num_layers)
-        starts = np.concatenate([[0], np.cumsum(self.num_layers)[:-1]])
-        layers[starts] += pieces[:, 0]
-        layers[starts + np.array(self.num_layers) - 1] += pieces[:, 2]
-        if layers.sum() <= 0:
-            return 0.0
-        ticks = np.rint(layers * (_TICKS / layers.sum())).astype(np.int64)
-        module_of_layer = np.repeat(np.arange(len(self.modules)), self.num_layers)
-        segments = segment_sums(ticks, module_of_layer, np.zeros(len(self.modules), dtype=np.int64))
-        mine = max(int(segments[i, j]) for i, j in self._spans())
-        best = partition_chain(lambda _: segments, self.num_ranks)
-        assert best is not None
-        if not self.shares:
-            fixed = (
-                [
-                    partition_chain(lambda _: segments, self.num_ranks, fixed_ends={rank: int(self.borders[-1])})
-                    for rank in range(self.num_ranks - 1)
-                ]
-                if len(self.borders)
-                else [best]
-            )
-            best = min((f for f in fixed if f is not None), key=lambda f: f.ticks, default=best)
-        return mine / best.ticks - 1
+def split_counts(cuts: Cuts, trials: int, *, seed: int) -> dict[int, dict[str, int]]:
+    """Batch size -> split ("encoder:llm" ranks) -> trials, most frequent first."""
+    counts: dict[int, dict[str, int]] = {}
+    for size in LISTED_SIZES:
+        splits = cuts.splits(cuts.draw(np.random.default_rng(seed + size), size, trials))
+        found = Counter(":".join(map(str, split)) for split in splits)
+        counts[size] = dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+    return counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from entrain_opt.plan import Plan
+from entrain_opt.plan import Plan, Provenance
 from entrain_opt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -76,16 +76,12 @@ def plan_sentences(plan: Plan) -> list[str]:
     if caps:
         lines.append(f"memory allows at most {' and '.join(caps)} per stage")
     if provenance.objective_seconds is not None and provenance.bound_seconds is not None:
-        lines.append(
-            f"{provenance.method}: {provenance.solver_status}, closed form "
-            f"{format_seconds(provenance.objective_seconds)}, bound {format_seconds(provenance.bound_seconds)}, "
-            f"gap {provenance.gap or 0:.1%}"
-        )
+        lines.append(f"{provenance.method}: {_proof(provenance)}")
     runner_up = next((c for c in provenance.candidates if c.get("outcome") != "chosen"), None)
     if runner_up is not None:
         lines.append(
-            f"runner-up: data {runner_up['data']} x pipeline {runner_up['pipeline']}, {runner_up['num_microbatches']} "
-            f"microbatches, {runner_up['stages']}: {runner_up['outcome']}"
+            f"runner-up: data {runner_up['data']} x pipeline {runner_up['pipeline']}{_extra(runner_up)}, "
+            f"{runner_up['num_microbatches']} microbatches, {runner_up['stages']}: {runner_up['outcome']}"
         )
     return lines
 
@@ -93,7 +89,44 @@ def plan_sentences(plan: Plan) -> list[str]:
 def _degrees(plan: Plan) -> str:
     degrees = plan.degrees
     replicas = f"{degrees.data} replica{'s' if degrees.data > 1 else ''}"
-    return f"{degrees.world_size} ranks = {replicas} x {degrees.pipeline} pipeline rank{'s' * (degrees.pipeline > 1)}"
+    if degrees.pipeline == 1 and len({stage.module for stage in plan.stages}) > 1:
+        chain = "1 pipeline rank (encoder and language model together)"
+    else:
+        chain = f"{degrees.pipeline} pipeline rank{'s' * (degrees.pipeline > 1)}"
+    tensor = ""
+    if degrees.tensor != 1:
+        of_module = {stage.module: degrees.tensor_of(stage.rank) for stage in plan.stages}
+        tensor = f" of {' + '.join(f'{count} {name}' for name, count in of_module.items())} devices"
+        tensor += f" ({degrees.replica_size} per replica)"
+    recompute = sorted({stage.module for stage in plan.stages if stage.recompute})
+    return f"{degrees.world_size} ranks = {replicas} x {chain}{tensor}" + (
+        f", recompute in {' and '.join(recompute)}" if recompute else ""
+    )
+
+
+def _proof(provenance: Provenance) -> str:
+    """How sure the solver is."""
+    assert provenance.objective_seconds is not None
+    assert provenance.bound_seconds is not None
+    gap = provenance.gap or 0.0
+    if provenance.method == "proportional":
+        status = "the paper's rule, which proves nothing"
+    elif provenance.solver_status == "optimal":
+        status = "optimal"
+    else:
+        status = f"not proven optimal, gap {gap:.1%}"
+    dropped = f"; {provenance.num_dropped:,} choices excluded by their bound" if provenance.num_dropped else ""
+    return (
+        f"{status}, closed form {format_seconds(provenance.objective_seconds)}, bound "
+        f"{format_seconds(provenance.bound_seconds)}{dropped}"
+    )
+
+
+def _extra(candidate: dict[str, Any]) -> str:
+    """Tensor degrees and recompute of a candidate, where it has any."""
+    tensor = "".join(f", {name} on {count}" for name, count in candidate.get("tensor", {}).items())
+    recompute = candidate.get("recompute")
+    return tensor + (f", recompute in {' and '.join(recompute)}" if recompute else "")
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
@@ -102,7 +135,9 @@ def _chosen(plan: Plan) -> dict[str, Any]:
 
 def _global_ranks(plan: Plan, rank: int) -> str:
     """Global ranks that hold this pipeline rank."""
-    ranks = [plan.degrees.global_rank(replica, rank) for replica in range(plan.degrees.data)]
+    degrees = plan.degrees
+    tensor_ranks = range(degrees.tensor_of(rank))
+    ranks = [degrees.global_rank(replica, rank, t) for replica in range(degrees.data) for t in tensor_ranks]
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"

@@ -176,7 +176,7 @@ def memory_peak_view(timeline: Timeline, costs: CostModel, plan: Plan, *, limit_
     static_names = ("weights", "gradients", "optimizer", "buffers")
     parts: dict[str, list[float]] = {name: [] for name in (*static_names, *PARTS)}
     for rank in range(plan.degrees.pipeline):
-        held = [costs.static_bytes(stage, plan.degrees.data) for stage in plan.stages if stage.rank == rank]
+        held = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages if stage.rank == rank]
         for name in static_names:
             parts[name].append(float(sum(getattr(stage, name) for stage in held)))
         curve = max((curves[rank] for curves in timeline.memory), key=lambda curve: curve.peak_bytes)

@@ -12,7 +12,7 @@ FULL = find_precision("32-true")
 def test_stages_hold_every_parameter_once():
     costs = make_costs(devices=4)
     plan = make_plan([("vision", 0, 5, 0), ("vision", 5, 12, 1), ("llm", 0, 2, 2), ("llm", 2, 6, 3)])
-    held = [costs.static_bytes(stage, 1) for stage in plan.stages]
+    held = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages]
     assert sum(part.weights for part in held) == 4 * costs.model.parameters
     assert sum(part.gradients for part in held) == 4 * costs.model.parameters
     assert sum(part.optimizer for part in held) == 8 * costs.model.parameters

@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -10,15 +11,16 @@ import pytest
 from entrain_opt.errors import SolverError
 from entrain_opt.planner.cp_sat import promising_choices, solve_cp_sat
 from entrain_opt.planner.ilp import solve_ilp
+from entrain_opt.planner.instance import Choice, Instance, PartTicks
 from entrain_opt.planner.search import lower_bound_ticks, rank_choices, solve_by_search
 from entrain_opt.planner.solution import Solution, checked
-from entrain_opt.planner.space import Choice, Instance, PartTicks
 
 
-def random_instance(seed: int, *, large: bool = False) -> Instance:
+def random_instance(seed: int, *, large: bool = False, small: bool = False) -> Instance:
     """Two modules, a handful of choices, sometimes tight memory; `large`: bytes and ticks of real size."""
     draw = random.Random(seed)
     ticks, mib = (9_000, 90_000) if large else (20, 30)
+    num_layers = (draw.randint(2, 4), draw.randint(2, 4))
 
     def pair(limit: int, least: int = 0) -> tuple[int, int]:
         return draw.randint(least, limit), draw.randint(least, limit)
@@ -26,21 +28,25 @@ def random_instance(seed: int, *, large: bool = False) -> Instance:
     def part(limit: int) -> PartTicks:
         return PartTicks(layer=pair(limit, 1), first=pair(limit), last=pair(limit), stage=pair(limit))
 
-    choices = [
-        Choice(
+    def choice(pipeline: int, count: int) -> Choice:
+        apart = pipeline >= 2 and draw.random() < 0.4  # Different tensor degrees: the modules' ranks are given.
+        first = draw.randint(max(1, pipeline - num_layers[1]), min(pipeline - 1, num_layers[0])) if apart else 0
+        return Choice(
             data=12 // pipeline,
             pipeline=pipeline,
             num_microbatches=count,
-            shares=pipeline == 1 or draw.random() < 0.5,
+            shares=not apart and (pipeline == 1 or draw.random() < 0.5),
             constant_ticks=draw.randint(0, 6 * ticks),
             ticks=part(ticks),
             mib=tuple(part(mib) for _ in range(pipeline)),
+            tensor=(2, 1) if apart else (),
+            recompute=(draw.random() < 0.5, draw.random() < 0.5),
+            ranks=(first, pipeline - first) if apart else (),
         )
-        for pipeline in (1, 2, 3, 4)
-        for count in (1, 4)
-    ]
+
+    choices = [choice(pipeline, count) for pipeline in ((1, 2, 3) if small else (1, 2, 3, 4)) for count in (1, 4)]
     return Instance(
-        modules=("a-b", "a b"), num_layers=(draw.randint(2, 4), draw.randint(2, 4)), choices=tuple(choices),
+        modules=("a-b", "a b"), num_layers=num_layers, choices=tuple(choices),
         limit_mib=draw.randint(mib, 6 * mib), tick_seconds=1e-3,
     )  # fmt: skip
 
@@ -52,6 +58,8 @@ def brute_force(instance: Instance) -> int | None:
         for cuts in combinations(range(1, instance.chain_length), choice.pipeline - 1):
             ends = (*cuts, instance.chain_length)
             shared = any(i < border < j for i, j in zip((0, *cuts), ends, strict=True))
+            if choice.ranks and (choice.ranks[0] > len(ends) or ends[choice.ranks[0] - 1] != border):
+                continue
             if (shared and not choice.shares) or max(instance.memory_mib(choice, ends)) > instance.limit_mib:
                 continue
             ticks = instance.objective_ticks(choice, ends)
@@ -68,18 +76,54 @@ def test_search_finds_the_optimum_and_bounds_hold(seed):
         assert lower_bound_ticks(instance, ranked.choice) <= ranked.ticks
 
 
-@pytest.mark.parametrize("hint", [False, True])
-@pytest.mark.parametrize("seed", [*range(8), 100, 101, 102])
-def test_cp_sat_and_ilp_find_the_same_optimum(seed, hint):
-    instance = random_instance(seed, large=seed >= 100)
-    ranked = rank_choices(instance)
-    incumbent = ranked[0] if hint and ranked else None
-    expected = ranked[0].ticks if ranked else None
-    for solve in (solve_cp_sat, solve_ilp):
-        found = solve(instance, incumbent=incumbent)
-        assert (found.ticks if found else None) == expected, solve.__name__
-        if found:
-            assert (found.status, found.gap) == ("optimal", 0.0)
+@pytest.mark.parametrize("part", range(4))
+def test_all_solvers_and_enumeration_agree_on_200_random_problems(part):
+    """Both tight and loose memory, some coefficients of real size, with and without a hint."""
+    infeasible = 0
+    for seed in range(50 * part, 50 * part + 50):
+        instance = random_instance(seed, large=seed % 10 == 9, small=True)
+        expected = brute_force(instance)
+        infeasible += expected is None
+        ranked = rank_choices(instance)
+        incumbent = ranked[0] if seed % 2 and ranked else None
+        solvers = [solve_cp_sat, partial(solve_ilp, solver="highs"), partial(solve_ilp, solver="cbc")]
+        answers = [solve_by_search(instance), *(solve(instance, incumbent=incumbent) for solve in solvers)]
+        for found in answers:
+            assert (found.ticks if found else None) == expected, seed
+            if found:
+                assert (found.status, found.gap) == ("optimal", 0.0)
+                assert checked(instance, found, "test") is found
+    assert 0 < infeasible < 25
+
+
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+@pytest.mark.parametrize("seed", [100, 101, 102, 103])
+def test_real_sizes_of_coefficients_do_not_lead_solvers_astray(seed, solver):
+    instance = random_instance(seed, large=True)
+    expected = brute_force(instance)
+    for found in (solve_cp_sat(instance), solve_ilp(instance, solver=solver)):
+        assert (found.ticks if found else None) == expected
+
+
+def test_without_time_the_hint_comes_back_with_an_honest_gap():
+    instance = random_instance(100, large=True)
+    best, *others = rank_choices(instance)
+    worse = others[-1]
+    for solve in (solve_cp_sat, partial(solve_ilp, solver="highs"), partial(solve_ilp, solver="cbc")):
+        found = solve(instance, incumbent=worse, time_limit_seconds=1e-9)
+        assert found is not None
+        assert best.ticks <= found.ticks <= worse.ticks
+        assert found.bound_ticks <= best.ticks
+        assert (found.gap == 0) == (found.status == "optimal")
+
+
+def test_two_workers_give_the_answer_of_one():
+    for seed in range(5):
+        instance = random_instance(seed)
+        ranked = rank_choices(instance)
+        if ranked:
+            one, two = (solve_cp_sat(instance, incumbent=ranked[0], workers=workers) for workers in (1, 2))
+            assert one == two
 
 
 def test_infeasible_is_no_answer():

@@ -1,0 +1,254 @@
+"""What a plan says: which ranks exist, which layers each holds, what was promised and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from entrain_opt.errors import PlanError
+from entrain_opt.plan.files import read_yaml_record, write_yaml
+from entrain_opt.plan.shape import PipelineShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelDegrees:
+    """How many ranks each axis of the device mesh has."""
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int | tuple[int, ...] = 1
+    """Devices that share the layers of a pipeline rank: one number for all, or one for each pipeline rank."""
+
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """Devices of each pipeline rank."""
+        return (self.tensor,) * self.pipeline if isinstance(self.tensor, int) else self.tensor
+
+    @property
+    def replica_size(self) -> int:
+        """Devices of one replica."""
+        return sum(self.tensor_degrees)
+
+    @property
+    def world_size(self) -> int:
+        return self.data * self.replica_size
+
+    def check(self, world_size: int) -> None:
+        """Raise PlanError if a degree cannot be, or if they do not multiply to the number of ranks."""
+        self.check_values()
+        if self.world_size != world_size:
+            how = f"pipeline ({self.pipeline})"
+            if self.tensor != 1:
+                how = f"{self.replica_size} devices of a replica (pipeline {self.pipeline}, tensor {self.tensor})"
+            raise PlanError(
+                f"degrees: data ({self.data}) * {how} = {self.world_size} ranks, but {world_size} were launched. "
+                f"Launch {self.world_size} ranks or make a new plan with `entrain plan`."
+            )
+
+    def check_values(self) -> None:
+        """Raise PlanError if a degree is below 1 or there are not as many tensor degrees as pipeline ranks."""
+        for name in ("data", "pipeline"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"degrees.{name}: expected at least 1, found {getattr(self, name)}.")
+        if min(self.tensor_degrees) < 1 or len(self.tensor_degrees) != self.pipeline:
+            raise PlanError(
+                f"degrees.tensor: expected a number of at least 1, or one for each of {self.pipeline} pipeline ranks, "
+                f"found {self.tensor}."
+            )
+
+    def tensor_of(self, pipeline_rank: int) -> int:
+        """Devices that share the layers of a pipeline rank."""
+        return self.tensor if isinstance(self.tensor, int) else self.tensor[pipeline_rank]
+
+    def global_rank(self, replica: int, pipeline_rank: int, tensor_rank: int = 0) -> int:
+        """Ranks of one replica are neighbours, and within it those of one pipeline rank: they talk most."""
+        before = (
+            pipeline_rank * self.tensor if isinstance(self.tensor, int) else sum(self.tensor_degrees[:pipeline_rank])
+        )
+        return replica * self.replica_size + before + tensor_rank
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """Consecutive layers of one module on one pipeline rank.
+
+    Attributes:
+        module: `vision`, `audio` or `llm`.
+        layers: first layer and one past the last.
+        rank: pipeline rank within a replica.
+        recompute: whether layers keep their inputs only and run forward again in the backward pass.
+    """
+
+    module: str
+    layers: tuple[int, int]
+    rank: int
+    recompute: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers[1] - self.layers[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the plan promises; every number comes from the cost model named in the provenance."""
+
+    iteration_seconds: float
+    bubble_share: float
+    samples_per_second: float
+    tokens_per_second: float
+    peak_bytes: tuple[int, ...]
+    """Per pipeline rank."""
+    peak_bytes_parts: tuple[dict[str, int], ...] = ()
+    """What makes up the peak of each pipeline rank."""
+    model_flops_utilization: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Provenance:
+    """Where a plan comes from and how sure the solver is."""
+
+    method: str
+    cost_source: str
+    """`measured`, `analytic`, or `none` for a plan written by hand."""
+    solver_status: str = ""
+    objective_seconds: float | None = None
+    bound_seconds: float | None = None
+    gap: float | None = None
+    seed: int = 0
+    input_hash: str = ""
+    """Changes when the model, data statistics, cluster or options change."""
+    num_dropped: int = 0
+    """Choices that a bound excluded before the solver."""
+    candidates: tuple[dict[str, Any], ...] = ()
+    """The chosen one and the runners-up: degrees, stages, microbatches, predicted seconds, and why they lost."""
+    stability: dict[str, Any] | None = None
+    """From what batch size on the plan stays right, with its probability statement (`planner/stability.py`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One static parallel configuration."""
+
+    model: str
+    degrees: ParallelDegrees
+    stages: tuple[StagePlan, ...]
+    global_batch_size: int
+    num_microbatches: int
+    """Per replica; the assigner may use fewer on a batch that has less work."""
+    schedule: str = "1f1b"
+    policy: str = "pairwise"
+    frozen: tuple[str, ...] = ()
+    patches_in_flight: int | None = None
+    tokens_in_flight: int | None = None
+    predicted: Prediction | None = None
+    provenance: Provenance = field(default_factory=lambda: Provenance(method="manual", cost_source="none"))
+
+    @property
+    def encoder_modules(self) -> tuple[str, ...]:
+        """Names of the encoders in stage order."""
+        return tuple(dict.fromkeys(stage.module for stage in self.stages if stage.module != "llm"))
+
+    @property
+    def pipeline_shape(self) -> PipelineShape:
+        """The stages of one replica, as the assigner and simulator see them."""
+        tower_trained = "vision_tower" not in self.frozen
+        projector_trained = "projector" not in self.frozen
+        llm_trained = "language_model" not in self.frozen
+        has_backward = []
+        for index, stage in enumerate(self.stages):
+            is_last = index + 1 == len(self.stages) or self.stages[index + 1].module != stage.module
+            if stage.module == "llm":
+                has_backward.append(tower_trained or projector_trained or llm_trained)
+            else:
+                has_backward.append(tower_trained or (projector_trained and is_last))
+        return PipelineShape(
+            encoder_stages=tuple(sum(stage.module == name for stage in self.stages) for name in self.encoder_modules)
+            or 0,
+            llm_stages=sum(stage.module == "llm" for stage in self.stages),
+            encoder_trained=tower_trained,
+            patches_in_flight=self.patches_in_flight,
+            tokens_in_flight=self.tokens_in_flight,
+            stage_ranks=tuple(stage.rank for stage in self.stages),
+            stage_has_backward=tuple(has_backward),
+        )
+
+    def check(self, *, num_layers: Mapping[str, int] | None = None) -> None:
+        """Raise PlanError naming the field, its value and what was expected.
+
+        Args:
+            num_layers: layers of each module of the model, if known, to prove that none is lost or held twice.
+        """
+        for name in ("global_batch_size", "num_microbatches", "patches_in_flight", "tokens_in_flight"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"{name}: expected at least 1, found {value}.")
+        if self.degrees.data > self.global_batch_size:
+            raise PlanError(
+                f"degrees.data: expected at most global_batch_size ({self.global_batch_size}) replicas, found "
+                f"{self.degrees.data}."
+            )
+        self.degrees.check_values()
+        for index, stage in enumerate(self.stages):
+            if not 0 <= stage.rank < self.degrees.pipeline:
+                raise PlanError(
+                    f"stages[{index}].rank: expected 0 to {self.degrees.pipeline - 1} (degrees.pipeline = "
+                    f"{self.degrees.pipeline}), found {stage.rank}."
+                )
+        order = [stage.module for stage in self.stages]
+        if not order or order[-1] != "llm" or "llm" in self.encoder_modules:
+            raise PlanError(
+                f"stages: expected the encoders' stages first and at least one llm stage last, found {order}."
+            )
+        if sorted(order, key=[*self.encoder_modules, "llm"].index) != order:
+            raise PlanError(f"stages: expected the stages of a module to follow each other, found {order}.")
+        for module in (*self.encoder_modules, "llm"):
+            next_layer = 0
+            for index, stage in enumerate(self.stages):
+                if stage.module != module:
+                    continue
+                first, end = stage.layers
+                if first != next_layer or end <= first:
+                    raise PlanError(
+                        f"stages[{index}].layers: expected {module} layers from {next_layer} on, found "
+                        f"[{first}, {end}]."
+                    )
+                next_layer = end
+            if num_layers is not None and next_layer != num_layers.get(module):
+                raise PlanError(
+                    f"stages: module {module} of {self.model} has {num_layers.get(module)} layers, the plan holds "
+                    f"{next_layer}. Make a new plan with `entrain plan`."
+                )
+        if num_layers is not None and set(num_layers) != {*self.encoder_modules, "llm"}:
+            raise PlanError(f"stages: expected the modules {sorted(num_layers)}, found {sorted(set(order))}.")
+        if self.pipeline_shape.num_ranks != self.degrees.pipeline:
+            raise PlanError(
+                f"stages: expected pipeline ranks 0 to {self.degrees.pipeline - 1} (degrees.pipeline), found "
+                f"{sorted({stage.rank for stage in self.stages})}."
+            )
+        for module in (*self.encoder_modules, "llm"):
+            degrees = sorted({self.degrees.tensor_of(stage.rank) for stage in self.stages if stage.module == module})
+            if len(degrees) > 1:
+                raise PlanError(
+                    f"degrees.tensor: expected one degree for all pipeline ranks of module {module}, found {degrees}."
+                )
+
+    def write(self, path: str | Path) -> None:
+        """Write YAML, whole or not at all."""
+        write_yaml(self, path)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """Read and check a plan.
+
+        Raises:
+            PlanError: the file is missing, is not a plan, or fails `check()`.
+        """
+        plan = read_yaml_record(path, cls, "plan")
+        try:
+            plan.check()
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+        return plan

@@ -1,0 +1,184 @@
+"""`entrain plan` from a recipe or flags: table, JSON, what-if; the same file whatever the process; no torch needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from entrain_opt.cli.main import main
+from entrain_opt.cli.plan_arguments import asked_recipe
+from entrain_opt.cli.what_if import parse_changes
+from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.resolution import check_executable
+from entrain_opt.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+MODEL = str(ROOT / "models" / "qwen2_5-vit-llama3_2-1b")
+SHORT = ["plan", "--model", MODEL, "--data", "trace.parquet", "--global-batch-size", "4"]
+#: Runs the command with torch and Transformers refused.
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "pytorch_lightning", "lightning"):
+            raise ImportError(f"{name} is refused in this test")
+sys.meta_path.insert(0, Refuse())
+from entrain_opt.cli.main import main
+code = main(sys.argv[1:])
+assert not {"torch", "transformers", "pytorch_lightning"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    rows = [(f"s{i}", [[200 + 40 * (i % 40), 300]] if i % 3 else [], 20 + 5 * (i % 40)) for i in range(160)]
+    columns = dict(zip(("sample_id", "image_sizes", "text_words"), map(list, zip(*rows, strict=True)), strict=True))
+    pq.write_table(pa.table(columns), folder / "trace.parquet")
+    return folder
+
+
+def flags(folder: Path, *more: str, devices: str = "4", cluster: str = "A100-80GB") -> list[str]:
+    return [
+        "plan", "--model", MODEL, "--data", str(folder / "trace.parquet"), "--cluster", cluster, "--devices", devices,
+        "--global-batch-size", "16", "--cache-dir", str(folder / "cache"), *more,
+    ]  # fmt: skip
+
+
+def test_flags_give_a_table_and_a_file(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    output = folder / "plan.yaml"
+    assert main(flags(folder, "--output", str(output))) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "qwen2_5-vit-llama3_2-1b: 4 ranks",
+        "predicted",
+        "cp-sat: optimal",
+        "stability",
+        f"Written to {output}",
+    ):
+        assert words in said
+    plan = Plan.read(output)
+    assert plan.degrees.world_size == 4
+    assert plan.provenance.stability is not None
+
+
+def test_json_is_all_that_is_printed(folder, capsys):
+    assert main(flags(folder, "--output", str(folder / "j.yaml"), "--json", "--what-if", "devices=2,8")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["plan"]["degrees"]["data"] >= 1
+    assert [case["devices"] for case in found["what_if"]] == [4, 2, 8]
+    assert found["what_if"][0]["plan"] == found["plan"]
+    assert all(case["device_hours_per_million_samples"] > 0 for case in found["what_if"])
+
+
+def test_what_if_is_one_table_and_keeps_what_does_not_fit(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+    changes = ["device=A100-80GB,RTX4090-24GB", "frozen=none,vision_tower+projector"]
+    assert main(flags(folder, "--output", str(folder / "w.yaml"), "--what-if", *changes, devices="2")) == 0
+    table = capsys.readouterr().out.partition("What if")[2]
+    assert table.count("A100-80GB") == table.count("RTX4090-24GB") == 2
+    assert "vision_tower+projector" in table
+    assert main(flags(folder, "--output", str(folder / "w.yaml"), "--what-if", "device=cpu")) == 0
+    table = capsys.readouterr().out.partition("What if")[2]
+    assert "none: memory: stage" in table
+
+
+def test_all_of_the_space_is_planned_and_refused_to_be_executed(folder):
+    output = folder / "wide.yaml"
+    wide = ["--tensor-degrees", "2,4", "--recompute", "always", "--output", str(output)]
+    assert main(flags(folder, *wide)) == 0
+    plan = Plan.read(output)
+    assert min(plan.degrees.tensor_degrees) >= 2
+    with pytest.raises(RuntimeConfigError, match=r"degrees.tensor: .*tensor_degrees: \[1\]"):
+        check_executable(plan)
+    assert main(flags(folder, "--recompute", "always", "--output", str(output))) == 0
+    with pytest.raises(RuntimeConfigError, match=r"stages\[0\].recompute: .*recompute: never"):
+        check_executable(Plan.read(output))
+
+
+def test_a_cluster_file_brings_its_devices(folder):
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"device": {"name": "mine", "based_on": "A100-80GB"}, "devices_per_node": 4}))
+    from entrain_opt.cli.main import build_parser
+
+    words = [word for word in flags(folder, cluster=str(path)) if word not in ("--devices", "4")]
+    recipe = asked_recipe(build_parser().parse_args(words))
+    assert (recipe.num_nodes, recipe.devices_per_node, recipe.options.device) == (1, 4, "mine")
+    assert main([*words, "--output", str(folder / "c.yaml")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--model", MODEL], "missing --data, --cluster, --global-batch-size"),
+        (["plan", "--config", "r.yaml", "--devices", "4"], "--devices: the recipe r.yaml says this"),
+        (["plan", "--model", MODEL, "--data", "x", "--cluster", "A41", "--global-batch-size", "4"], "found 'A41'"),
+        (
+            ["plan", "--model", MODEL, "--data", "x", "--cluster", "cpu", "--global-batch-size", "4"],
+            "--devices is missing",
+        ),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named(words, message, capsys):
+    assert main(words) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_what_if_names_its_keys():
+    assert parse_changes(["devices=2,4", "frozen=none"]) == {"devices": ["2", "4"], "frozen": ["none"]}
+    for text in ("gpus=3", "devices", "devices="):
+        with pytest.raises(RuntimeConfigError, match="--what-if: expected one of device=VALUE"):
+            parse_changes([text])
+
+
+def test_infeasible_problems_say_what_binds_and_the_nearest_change(folder, capsys):
+    assert main(flags(folder, "--memory-gib", "6", "--output", str(folder / "x.yaml"), devices="2")) == 1
+    said = capsys.readouterr().err
+    assert "needs" in said
+    assert "the device has 6.0 GiB" in said
+    nearest = said.partition("Closest feasible: ")[2]
+    assert "devices (data=" in nearest or "tensor_degrees=" in nearest or "recompute=search" in nearest
+    assert "of memory per device" in nearest
+
+
+def test_files_are_the_same_to_the_byte_in_every_process_and_need_no_torch(folder):
+    """Other hash seeds, one or two solver threads; nothing from the cache."""
+    files = []
+    recipe = {
+        "trainer": {
+            "devices": 4,
+            "precision": "bf16-mixed",
+            "strategy": {
+                "class_path": "entrain_opt.EntrainStrategy",
+                "init_args": {"device": "A100-80GB", "cost_model": "analytic"},
+            },
+        },
+        "model": {"class_path": "entrain_opt.MultimodalModule", "init_args": {"model": MODEL}},
+        "data": {
+            "class_path": "entrain_opt.MultimodalDataModule",
+            "init_args": {"dataset": str(folder / "trace.parquet"), "global_batch_size": 16},
+        },
+    }
+    for seed, workers in ((0, 1), (1, 2)):
+        recipe["trainer"]["strategy"]["init_args"]["solver_workers"] = workers
+        path, output = folder / f"recipe{seed}.yaml", folder / f"plan{seed}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        words = ["plan", "--config", str(path), "--output", str(output), "--cache-dir", str(folder / f"cache{seed}")]
+        subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+        )
+        files.append(output.read_bytes())
+    assert files[0] == files[1]
