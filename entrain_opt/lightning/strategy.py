@@ -61,8 +61,8 @@ class EntrainStrategy(DDPStrategy):
     def __init__(
         self,
         plan: str = "auto",
-        policy: str = "pairwise",
-        schedule: str = "1f1b",
+        policy: str = "auto",
+        schedule: str = "eager",
         method: str = "cp-sat",
         cost_model: str = "measured",
         data_degree: int | None = None,

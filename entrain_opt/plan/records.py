@@ -138,8 +138,8 @@ class Plan:
     global_batch_size: int
     num_microbatches: int
     """Per replica; the assigner may use fewer on a batch that has less work."""
-    schedule: str = "1f1b"
-    policy: str = "pairwise"
+    schedule: str = "eager"
+    policy: str = "auto"
     frozen: tuple[str, ...] = ()
     patches_in_flight: int | None = None
     tokens_in_flight: int | None = None

@@ -39,8 +39,8 @@ class PlanOptions:
     """
 
     method: str = "cp-sat"
-    policy: str = "pairwise"
-    schedule: str = "1f1b"
+    policy: str = "auto"
+    schedule: str = "eager"
     cost_model: str = "measured"
     data_degree: int | None = None
     pipeline_degree: int | None = None

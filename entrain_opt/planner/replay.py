@@ -166,7 +166,7 @@ class Replayer:
             num_microbatches=plan.num_microbatches,
             policy=plan.policy,
             schedule=plan.schedule,
-            effort="fast",  # Many plans are compared; training itself searches longer.
+            effort="least",  # Many plans are compared; training itself searches longer.
         )
         trained = [
             self.costs.model.module(stage.module).trained or self.costs.model.module(stage.module).output_trained

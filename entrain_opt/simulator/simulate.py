@@ -35,7 +35,7 @@ def simulate(
     assignment: Assignment,
     shape: PipelineShape,
     *,
-    schedule: str | ReplicaSchedule | Sequence[ReplicaSchedule] = "1f1b",
+    schedule: str | ReplicaSchedule | Sequence[ReplicaSchedule] = "eager",
     trained_stages: Sequence[bool] | None = None,
 ) -> Timeline:
     """Play one iteration of all replicas through.

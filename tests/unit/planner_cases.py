@@ -69,4 +69,6 @@ def make_plan(stages: list[tuple[str, int, int, int]], *, data: int = 1, num_mic
         stages=built,
         global_batch_size=16,
         num_microbatches=num_microbatches,
+        policy="pairwise",
+        schedule="1f1b",
     )

@@ -1,0 +1,6 @@
+"""No test is timed: a busy machine is no defect."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
