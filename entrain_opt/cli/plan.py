@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     from entrain_opt.planner.table import plan_table
 
     recipe, changes = asked_recipe(arguments), parse_changes(arguments.what_if)
-    console = Console(stderr=arguments.json)
+    # A file or pipe has no width of its own.
+    console = Console(stderr=arguments.json, width=None if sys.stdout.isatty() else 150)
     found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     output = Path(arguments.output) if arguments.output else Path("runs") / recipe.name / "plan.yaml"
     found.plan.write(output)
