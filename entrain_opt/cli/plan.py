@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe, changes = asked_recipe(arguments), parse_changes(arguments.what_if)
     # A file or pipe has no width of its own.
-    console = Console(stderr=arguments.json, width=None if sys.stdout.isatty() else 150)
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(stderr=arguments.json, width=None if has_width else 150)
     found = resolve_recipe(recipe, cache_dir=arguments.cache_dir or recipe.cache_dir, console=console)
     output = Path(arguments.output) if arguments.output else Path("runs") / recipe.name / "plan.yaml"
     found.plan.write(output)
