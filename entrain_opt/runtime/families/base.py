@@ -168,8 +168,19 @@ class Family(ABC):
         return Place("llm", OUTPUT, "language_model") if rest.startswith("norm.") else None
 
     def disk_names(self, parameter_name: str) -> list[str]:
-        """Names under which checkpoints of this family store a parameter, most likely first."""
-        return [parameter_name]
+        """Names under which checkpoints of this family store a parameter, most likely first.
+
+        Transformers still writes many families as it did before version 5: parts at the top, the language model with
+        its head as one part.
+        """
+        name, llm, tower = parameter_name, f"model.{self.llm_name}.", "model.vision_tower."
+        older = name.removeprefix("model.")
+        if name.startswith("lm_head."):
+            older = f"{self.llm_name}.{name}"
+        elif name.startswith(llm):
+            older = f"{self.llm_name}.model.{name.removeprefix(llm)}"
+        with_model = ["vision_tower.vision_model." + name.removeprefix(tower)] if name.startswith(tower) else []
+        return [name, older, *with_model]
 
     def tied(self) -> dict[str, str]:
         """Parameters that are the same tensor as another one: {name: owner}."""

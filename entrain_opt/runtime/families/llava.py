@@ -24,18 +24,6 @@ class LlavaFamily(SquareTowerFamily):
             )
         self.vision_layers = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
 
-    def disk_names(self, parameter_name: str) -> list[str]:
-        name, tower, llm = parameter_name, "model.vision_tower.", "model.language_model."
-        older = name.removeprefix("model.")
-        if name.startswith("lm_head."):
-            older = "language_model." + name
-        elif name.startswith(llm):
-            older = "language_model.model." + name.removeprefix(llm)
-        names = [name, older]
-        if name.startswith(tower):
-            names.append("vision_tower.vision_model." + name.removeprefix(tower))
-        return names
-
     def project(self, inner: Any, hidden: Tensor, unit: MediaUnit) -> Tensor:
         features: Tensor = inner.multi_modal_projector(self.select(hidden)).flatten(0, 1)
         return features
