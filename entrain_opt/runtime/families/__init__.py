@@ -7,9 +7,27 @@ from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span
+from entrain_opt.runtime.families.gemma3 import Gemma3Family
+from entrain_opt.runtime.families.idefics3 import Idefics3Family
+from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.llava import LlavaFamily
+from entrain_opt.runtime.families.llava_next import LlavaNextFamily, LlavaOnevisionFamily
+from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
+from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
+from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
 
-_FAMILIES: dict[str, type[Family]] = {"llava": LlavaFamily}
+_FAMILIES: dict[str, type[Family]] = {
+    "gemma3": Gemma3Family,
+    "idefics3": Idefics3Family,
+    "internvl": InternVLFamily,
+    "llava": LlavaFamily,
+    "llava_next": LlavaNextFamily,
+    "llava_onevision": LlavaOnevisionFamily,
+    "qwen2_5_vl": Qwen25VLFamily,
+    "qwen2_audio": Qwen2AudioFamily,
+    "qwen3_vl": Qwen3VLFamily,
+    "smolvlm": Idefics3Family,
+}
 
 
 def family_of(config: Any) -> Family:
