@@ -167,12 +167,12 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
             "model_type": "qwen2_audio", "audio_token_index": "{<|AUDIO|>}", "text_config": text("qwen2"),
             "audio_config": {
                 "model_type": "qwen2_audio_encoder", "d_model": 96, "encoder_ffn_dim": 192, "encoder_layers": 6,
-                "encoder_attention_heads": 4, "num_mel_bins": 80, "max_source_positions": 100,
+                "encoder_attention_heads": 4, "num_mel_bins": 32, "max_source_positions": 100,
             },
         },
         {"preprocessor_config": {
-            "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 80, "chunk_length": 2,
-            "hop_length": 80, "n_fft": 200, "n_samples": 16000, "nb_max_frames": 200, "padding_side": "right",
+            "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 32, "chunk_length": 2,
+            "hop_length": 80, "n_fft": 256, "n_samples": 16000, "nb_max_frames": 200, "padding_side": "right",
             "padding_value": 0.0, "return_attention_mask": True, "sampling_rate": 8000,
         }},
     ),
