@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder
+from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.workload.formats import is_trace
 from entrain_opt.workload.samples import SampleTable
@@ -120,6 +121,7 @@ class MultimodalDataModule(pl.LightningDataModule):
         builder = RankBatchBuilder(
             samples=samples,
             reader=ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir),
+            family=read_family(module.model_folder),
             plan=strategy.plan,
             cost_model=strategy.cost_model,
             replica=strategy.groups.replica,

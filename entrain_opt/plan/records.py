@@ -10,6 +10,7 @@ from typing import Any
 from entrain_opt.errors import PlanError
 from entrain_opt.plan.files import read_yaml_record, write_yaml
 from entrain_opt.plan.shape import PipelineShape
+from entrain_opt.spec.model import TOWER_PARTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,21 +155,21 @@ class Plan:
     @property
     def pipeline_shape(self) -> PipelineShape:
         """The stages of one replica, as the assigner and simulator see them."""
-        tower_trained = "vision_tower" not in self.frozen
+        tower_trained = {name: TOWER_PARTS.get(name, "") not in self.frozen for name in self.encoder_modules}
         projector_trained = "projector" not in self.frozen
         llm_trained = "language_model" not in self.frozen
         has_backward = []
         for index, stage in enumerate(self.stages):
             is_last = index + 1 == len(self.stages) or self.stages[index + 1].module != stage.module
             if stage.module == "llm":
-                has_backward.append(tower_trained or projector_trained or llm_trained)
+                has_backward.append(any(tower_trained.values()) or projector_trained or llm_trained)
             else:
-                has_backward.append(tower_trained or (projector_trained and is_last))
+                has_backward.append(tower_trained[stage.module] or (projector_trained and is_last))
         return PipelineShape(
             encoder_stages=tuple(sum(stage.module == name for stage in self.stages) for name in self.encoder_modules)
             or 0,
             llm_stages=sum(stage.module == "llm" for stage in self.stages),
-            encoder_trained=tower_trained,
+            encoder_trained=any(tower_trained.values()),
             patches_in_flight=self.patches_in_flight,
             tokens_in_flight=self.tokens_in_flight,
             stage_ranks=tuple(stage.rank for stage in self.stages),

@@ -1,12 +1,14 @@
 """Attention over packed rows: each sample of a row attends to itself only.
 
 One scaled-dot-product call per segment, which is exact and needs no mask: block-diagonal by construction. The price is
-one kernel launch per sample of the row instead of one per row.
+one kernel launch per sample of the row instead of one per row. Only where a window is shorter than a segment, or rows
+attend to each other in both directions, the segment gets a mask of its own length squared.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     segment_offsets: list[int],
+    two_way_spans: Sequence[tuple[int, int]] = (),
+    sliding_window: int | None = None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **_: Any,
@@ -33,24 +37,46 @@ def packed_attention(
     Args:
         query: [1, heads, tokens, head size]; `key` and `value` may have fewer heads (grouped queries).
         segment_offsets: token offsets of the samples in the row, from 0 to the number of tokens.
+        two_way_spans: rows that attend to each other in both directions, each within one segment.
+        sliding_window: rows that a query sees at most before and including itself; None for all.
 
     Returns:
         [1, tokens, heads, head size], and no weights.
     """
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, start:end],
-            value[:, :, start:end],
-            dropout_p=dropout,
-            scale=scaling,
-            is_causal=True,
-            enable_gqa=query.shape[1] != key.shape[1],
+    outputs = []
+    for start, end in itertools.pairwise(segment_offsets):
+        mask = _mask(start, end, two_way_spans, sliding_window, query.device)
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                attn_mask=mask,
+                dropout_p=dropout,
+                scale=scaling,
+                is_causal=mask is None,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         )
-        for start, end in itertools.pairwise(segment_offsets)
-    ]
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return packed.transpose(1, 2), None
+
+
+def _mask(
+    start: int, end: int, spans: Sequence[tuple[int, int]], window: int | None, device: torch.device
+) -> Tensor | None:
+    """[length, length] of what each row of a segment sees; None if it is plainly causal."""
+    inside = [(first - start, last - start) for first, last in spans if start <= first < end]
+    is_cut = window is not None and window < end - start
+    if not (inside or is_cut):
+        return None
+    length = end - start
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    for first, last in inside:
+        seen[first:last, first:last] = True
+    if window is not None and is_cut:
+        seen &= torch.ones(length, length, dtype=torch.bool, device=device).triu(1 - window)
+    return seen
 
 
 def register_packed_attention() -> None:

@@ -22,6 +22,7 @@ from entrain_opt.assigner.statistics import assignment_statistics
 from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.errors import WorkloadError
 from entrain_opt.plan import Plan
+from entrain_opt.runtime.families import Family, MediaUnit
 from entrain_opt.runtime.stages import PackedText
 from entrain_opt.schedule.actions import Action
 from entrain_opt.schedule.messages import with_messages
@@ -43,19 +44,13 @@ class SampleReader(Protocol):
     """Content of one row of the sample table; `entrain_opt.runtime.reader.ChatReader` for chat data."""
 
     def pixels(self, row: int, item: int) -> Tensor:
-        """[tiles, channels, height, width] of one media item of a sample."""
+        """What the encoder takes of one media item of a sample: [tiles, channels, height, width] of an image, say."""
+
+    def shapes(self, row: int) -> Sequence[tuple[int, ...]]:
+        """Shape of each media item of a sample; asked for only where the family `needs_shapes`."""
 
     def text(self, row: int) -> Any:
         """`EncodedSample` of one sample."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSize:
-    """Size of an encoder unit: attention segments (tiles) of equal length, and tokens after merging."""
-
-    segments: int
-    segment_patches: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ class RankBatch:
     actions: tuple[Action, ...]
     sources: Mapping[int, tuple[UnitName, ...]]
     consumers: Mapping[UnitKey, int]
-    encoder_sizes: Mapping[UnitKey, EncoderSize]
+    encoder_sizes: Mapping[UnitKey, MediaUnit]
     llm_tokens: Mapping[int, int]
     pixels: Mapping[UnitKey, Tensor]
     texts: Mapping[int, PackedText]
@@ -138,12 +133,14 @@ class RankBatchBuilder:
     Attributes:
         samples: the indexed dataset.
         reader: content of its rows.
+        family: of the model.
         plan, cost_model: the same on every rank.
         replica, pipeline_rank: where this rank stands.
     """
 
     samples: SampleTable
     reader: SampleReader
+    family: Family
     plan: Plan
     cost_model: CostSource
     replica: int
@@ -180,6 +177,8 @@ class RankBatchBuilder:
         holds_llm = any(stage in stages for stage in shape.stages_of_llm)
         first_encoder_stages = {shape.stages_of_encoder(e)[0]: e for e in range(shape.num_encoders)}
         mine = {first_encoder_stages[stage] for stage in stages if stage in first_encoder_stages}
+        encodes = any(stage not in shape.stages_of_llm for stage in stages)
+        units = {_key(unit): self._media_unit(table, table_rows, unit, encodes) for unit in work.encoder_units}
         spread = assignment_statistics(costs, assignment, shape, replica=self.replica)
         return RankBatch(
             actions=actions,
@@ -188,10 +187,12 @@ class RankBatchBuilder:
                 for unit in work.llm_units
             },
             consumers={_key(unit): len(unit.consumers) for unit in work.encoder_units},
-            encoder_sizes={_key(unit): _encoder_size(table, unit) for unit in work.encoder_units},
+            encoder_sizes=units,
             llm_tokens={unit.microbatch: int(table.total_tokens[unit.samples].sum()) for unit in work.llm_units},
             pixels={
-                _key(unit): self._pixels(table, table_rows, unit) for unit in work.encoder_units if unit.encoder in mine
+                _key(unit): self._pixels(table, table_rows, unit, units[_key(unit)])
+                for unit in work.encoder_units
+                if unit.encoder in mine
             },
             texts={u.microbatch: self._text(table, table_rows, u, work, stages) for u in work.llm_units}
             if holds_llm
@@ -207,16 +208,40 @@ class RankBatchBuilder:
             device=torch.device("cpu"),
         )
 
-    def _pixels(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit) -> Tensor:
+    def _media_unit(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit, encodes: bool) -> MediaUnit:
+        """The items of a unit; their shapes only on ranks that encode."""
+        samples = table.media_sample[unit.media]
+        shapes: tuple[tuple[int, ...], ...] = ()
+        if encodes and self.family.needs_shapes:
+            of_sample = {sample: self.reader.shapes(int(rows[sample])) for sample in dict.fromkeys(samples.tolist())}
+            shapes = tuple(
+                tuple(of_sample[sample][media - table.media_offsets[sample]])
+                for sample, media in zip(samples.tolist(), unit.media, strict=True)
+            )
+        return MediaUnit(
+            module=self.plan.encoder_modules[unit.encoder],
+            segments=tuple(table.media_segments[unit.media].tolist()),
+            patches=tuple(table.media_patches[unit.media].tolist()),
+            features=tuple(self._features(table, unit.media).tolist()),
+            shapes=shapes,
+        )
+
+    def _features(self, table: SampleTable, media: np.ndarray) -> np.ndarray:
+        """Rows that the projector makes of each media item."""
+        columns = (table.media_patches, table.media_segments, table.media_tokens)
+        sizes = zip(*(column[media].tolist() for column in columns), strict=True)
+        return np.array([self.family.features(*size) for size in sizes], dtype=np.int64)
+
+    def _pixels(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit, items: MediaUnit) -> Tensor:
         tiles = []
         media_sample = table.media_sample
-        for media in unit.media:
+        for media, expected in zip(unit.media, self.family.input_rows(items), strict=True):
             sample = media_sample[media]
             pixels = self.reader.pixels(int(rows[sample]), int(media - table.media_offsets[sample]))
-            if len(pixels) != table.media_segments[media]:
+            if len(pixels) != expected:
                 raise WorkloadError(
-                    f"sample {table.sample_ids[sample]}: the processor made {len(pixels)} tiles of media item "
-                    f"{media - table.media_offsets[sample]}, the index says {table.media_segments[media]}. "
+                    f"sample {table.sample_ids[sample]}: the processor made {len(pixels)} tiles or patches of media "
+                    f"item {media - table.media_offsets[sample]}, the index says {expected}. "
                     "The dataset or the processor changed; run `entrain index` again."
                 )
             tiles.append(pixels)
@@ -228,11 +253,11 @@ class RankBatchBuilder:
         shape = self.plan.pipeline_shape
         lengths = table.total_tokens[unit.samples]
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        positions = torch.from_numpy(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths))
-        text = PackedText(segment_offsets=[int(offset) for offset in offsets], position_ids=positions)
+        segment_offsets = [int(offset) for offset in offsets]
         is_first, is_last = shape.stages_of_llm[0] in stages, shape.stages_of_llm[-1] in stages
-        if not (is_first or is_last):
-            return text
+        if not (is_first or is_last or self.family.reads_text_everywhere):
+            plain = np.concatenate([self.family.position_ids(int(length), ()) for length in lengths])
+            return PackedText(segment_offsets=segment_offsets, position_ids=torch.from_numpy(plain))
         encoded = [self.reader.text(int(rows[sample])) for sample in unit.samples]
         for sample, length, content in zip(unit.samples, lengths, encoded, strict=True):
             if len(content.input_ids) != length:
@@ -240,12 +265,21 @@ class RankBatchBuilder:
                     f"sample {table.sample_ids[sample]}: has {len(content.input_ids)} tokens, the index says {length}. "
                     "The dataset, tokenizer or chat template changed; run `entrain index` again."
                 )
+        targets = self._feature_targets(table, unit.samples, offsets, encoded)
+        text = PackedText(
+            segment_offsets=segment_offsets,
+            position_ids=self._position_ids(table, rows, unit.samples, offsets, targets),
+            two_way_spans=tuple(
+                (start + int(offset), end + int(offset))
+                for offset, content in zip(offsets[:-1], encoded, strict=True)
+                for start, end in self.family.two_way_spans(content.feature_positions)
+            ),
+        )
         if is_last:
             labels = torch.from_numpy(np.concatenate([content.label_ids for content in encoded]))
             label_positions = torch.nonzero(labels != -100).squeeze(1)
             text = replace(text, label_positions=label_positions, label_ids=labels[label_positions])
         if is_first:
-            targets = _feature_targets(table, unit.samples, offsets, encoded)
             sources = [work.encoder_units[source] for source in unit.sources]
             text = replace(
                 text,
@@ -254,30 +288,55 @@ class RankBatchBuilder:
                     torch.from_numpy(np.concatenate([targets[m] for m in source.media if m in targets]))
                     for source in sources
                 ),
-                feature_rows=tuple(_feature_rows(table, source, targets) for source in sources),
+                feature_rows=tuple(self._feature_rows(table, source, targets) for source in sources),
             )
         return text
 
+    def _feature_targets(
+        self, table: SampleTable, samples: np.ndarray, offsets: np.ndarray, encoded: Sequence[Any]
+    ) -> dict[int, np.ndarray]:
+        """{media item: rows of the packed sequence that its features fill}."""
+        targets: dict[int, np.ndarray] = {}
+        for sample, offset, content in zip(samples, offsets[:-1], encoded, strict=True):
+            items = np.arange(table.media_offsets[sample], table.media_offsets[sample + 1])
+            counts = self._features(table, items)
+            if counts.sum() != len(content.feature_positions):
+                raise WorkloadError(
+                    f"sample {table.sample_ids[sample]}: has {len(content.feature_positions)} placeholders for "
+                    f"{counts.sum()} features of its media. The dataset, tokenizer or chat template changed; run "
+                    "`entrain index` again."
+                )
+            pieces = np.split(content.feature_positions + offset, np.cumsum(counts)[:-1]) if len(items) else []
+            targets |= dict(zip(items.tolist(), pieces, strict=True))
+        return targets
 
-def _feature_targets(
-    table: SampleTable, samples: np.ndarray, offsets: np.ndarray, encoded: Sequence[Any]
-) -> dict[int, np.ndarray]:
-    """{media item: rows of the packed sequence that its features fill}."""
-    targets: dict[int, np.ndarray] = {}
-    for sample, offset, content in zip(samples, offsets[:-1], encoded, strict=True):
-        first, end = table.media_offsets[sample], table.media_offsets[sample + 1]
-        ends = np.cumsum(table.media_tokens[first:end])
-        for media, until, tokens in zip(range(first, end), ends, table.media_tokens[first:end], strict=True):
-            targets[media] = content.media_positions[until - tokens : until] + offset
-    return targets
+    def _position_ids(
+        self,
+        table: SampleTable,
+        rows: np.ndarray,
+        samples: np.ndarray,
+        offsets: np.ndarray,
+        targets: Mapping[int, np.ndarray],
+    ) -> Tensor:
+        """Positions that restart with each sample."""
+        found = []
+        for sample, start, end in zip(samples.tolist(), offsets[:-1], offsets[1:], strict=True):
+            media: list[tuple[np.ndarray, tuple[int, ...]]] = []
+            items = range(table.media_offsets[sample], table.media_offsets[sample + 1])
+            if self.family.reads_text_everywhere and self.family.needs_shapes and len(items):
+                shapes = self.reader.shapes(int(rows[sample]))
+                media = [(targets[item] - start, tuple(one)) for item, one in zip(items, shapes, strict=True)]
+            found.append(self.family.position_ids(int(end - start), media))
+        return torch.from_numpy(np.concatenate(found, axis=-1))
 
-
-def _feature_rows(table: SampleTable, source: EncoderUnit, targets: Mapping[int, np.ndarray]) -> Tensor | None:
-    """Rows of a unit's features that belong to the given media; None if all do."""
-    taken = np.array([media in targets for media in source.media])
-    if taken.all():
-        return None
-    return torch.from_numpy(np.flatnonzero(np.repeat(taken, table.media_tokens[source.media])))
+    def _feature_rows(
+        self, table: SampleTable, source: EncoderUnit, targets: Mapping[int, np.ndarray]
+    ) -> Tensor | None:
+        """Rows of a unit's features that belong to the given media; None if all do."""
+        taken = np.array([media in targets for media in source.media])
+        if taken.all():
+            return None
+        return torch.from_numpy(np.flatnonzero(np.repeat(taken, self._features(table, source.media))))
 
 
 def _key(unit: EncoderUnit) -> UnitKey:
@@ -286,15 +345,6 @@ def _key(unit: EncoderUnit) -> UnitKey:
 
 def _name(unit: EncoderUnit) -> UnitName:
     return UnitName(unit.encoder, unit.microbatch, unit.part)
-
-
-def _encoder_size(table: SampleTable, unit: EncoderUnit) -> EncoderSize:
-    segments = table.media_segments[unit.media]
-    return EncoderSize(
-        segments=int(segments.sum()),
-        segment_patches=int(table.media_patches[unit.media[0]] // segments[0]),
-        tokens=int(table.media_tokens[unit.media].sum()),
-    )
 
 
 def _digest(table: SampleTable, assignment: Assignment, plan: Plan) -> int:

@@ -171,15 +171,13 @@ def export(path: Path, output: Path) -> None:
     Raises:
         RuntimeConfigError: the checkpoint is missing or lacks a parameter of the model, or the output exists.
     """
-    from transformers import AutoConfig
-
-    from entrain_opt.runtime.families import family_of
+    from entrain_opt.runtime.families import read_family
     from entrain_opt.runtime.weights import materialize, tie
 
     load_meta(path)
     if output.exists() and any(output.iterdir()):
         raise RuntimeConfigError(f"export: expected an empty or new folder, found files in {output}.")
-    family = family_of(AutoConfig.from_pretrained(path / _MODEL_FILES))
+    family = read_family(path / _MODEL_FILES)
     stored = _stored(path)
     with torch.device("meta"):
         model: Any = family.build()

@@ -149,11 +149,11 @@ class PipelineExecutor:
         stage, microbatch, part = unit
         family, encoder = self.model.family, self.shape.encoder_of_stage(stage)
         if encoder is None:
-            return (batch.llm_tokens[microbatch], family.llm_width())
+            return family.llm_shape(batch.llm_tokens[microbatch], self.model.plan.stages[stage].layers[1])
         size = batch.encoder_sizes[encoder, microbatch, part]
         if stage == self.shape.stages_of_encoder(encoder)[-1]:
-            return (size.tokens, family.llm_width())
-        return (size.segments, family.encoder_rows(size.segment_patches), family.encoder_width())
+            return (sum(size.features), family.feature_width())
+        return family.encoder_shape(size, self.model.plan.stages[stage].layers[1])
 
     def _upstream(self, unit: Unit, batch: RankBatch) -> list[Unit]:
         """Units whose outputs a unit takes."""
@@ -205,7 +205,7 @@ class PipelineExecutor:
             encoder = self.shape.encoder_of_stage(stage)
             if encoder is not None:
                 hidden = inputs[0][1] if inputs else batch.pixels[encoder, microbatch, part]
-                output = self.model.encode(stage, hidden)
+                output = self.model.encode(stage, hidden, batch.encoder_sizes[encoder, microbatch, part])
             else:
                 text = batch.texts[microbatch]
                 first = self.model.is_first_llm_stage(stage)

@@ -32,6 +32,8 @@ from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.cost.profile import MeasuredCosts, TimedPass, fit_line, machine_name
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.runtime.families import read_family
+from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.spec.model import check_frozen
 
 #: A worker that takes longer has failed.
@@ -66,6 +68,10 @@ def measure_costs(
         raise RuntimeConfigError(f"device: expected cpu, or cuda where there is one, found {device!r}.")
     if num_processes_busy < 1:
         raise RuntimeConfigError(f"num_processes_busy: expected at least 1, found {num_processes_busy}.")
+    if type(read_family(model_folder)) is not LlavaFamily:
+        raise RuntimeConfigError(
+            f"{model_folder}: measuring costs supports models of the type llava only. Use `cost_model: analytic`."
+        )
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="entrain-profile-") as scratch:
         request = {

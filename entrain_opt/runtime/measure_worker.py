@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from entrain_opt.cost.precision import find_precision
+from entrain_opt.runtime.families import MediaUnit
 
 #: Layers of each module that are timed together, and the bytes of weights above which fewer are.
 MOST_LAYERS, MOST_WEIGHT_BYTES = 3, 256 << 20
@@ -66,6 +67,7 @@ class _Worker:
         from transformers import AutoConfig
 
         from entrain_opt.runtime.families import family_of
+        from entrain_opt.runtime.families.llava import LlavaFamily
         from entrain_opt.runtime.weights import materialize
 
         torch.set_num_threads(1)
@@ -80,7 +82,9 @@ class _Worker:
         config = AutoConfig.from_pretrained(request["model_folder"])
         whole = family_of(config).num_layers()
         self.layers = _shorten(config, whole, find_precision(self.precision).weight_bytes)
-        self.family = family_of(config)
+        family = family_of(config)
+        assert isinstance(family, LlavaFamily)  # `measure` refuses the others.
+        self.family = family
         self.config = config
         with torch.device("meta"):
             self.model = self.family.build()
@@ -94,7 +98,7 @@ class _Worker:
         llm = "language_model" not in self.frozen
         vision, text, layers = self.config.vision_config, self.config.text_config, self.layers
         patches = (vision.image_size // vision.patch_size) ** 2
-        rows = self.family.encoder_rows(patches)
+        rows = self.family.rows_per_segment()
         inner: Any = self.model.model
         stack = list(inner.vision_tower.parameters())
         for tiles in _TILES:
@@ -102,20 +106,27 @@ class _Worker:
             pixels = torch.randn(tiles, vision.num_channels, vision.image_size, vision.image_size, dtype=self.dtype)
             pixels = pixels.to(self.device)
             hidden = self._leaf(tiles, rows, vision.hidden_size)
+            unit = MediaUnit(
+                module="vision", segments=(1,) * tiles, patches=(rows,) * tiles, features=(patches,) * tiles
+            )
             yield _Piece(
                 name="vision input", layers=1, leaf=None, parameters=stack, trained=tower, upstream=False, **size,
-                run=lambda _, pixels=pixels: self.family.encode(self.model, pixels, (0, 0)),  # type: ignore[misc]
+                run=lambda _, pixels=pixels, unit=unit: self.family.encode(self.model, pixels, (0, 0), unit),  # type: ignore[misc]
             )  # fmt: skip
             yield _Piece(
                 name="vision layer", layers=layers["vision"], leaf=hidden, parameters=stack, trained=tower,
                 upstream=tower, **size,
-                run=lambda leaf: self.family.encode(self.model, leaf, (1, 1 + layers["vision"])),  # type: ignore[arg-type]
+                run=lambda leaf, unit=unit: self.family.encode(  # type: ignore[misc]
+                    self.model, leaf, (1, 1 + layers["vision"]), unit
+                ),
             )  # fmt: skip
             end = layers["vision"] + 2
             yield _Piece(
                 name="vision output", layers=1, leaf=hidden, parameters=list(inner.multi_modal_projector.parameters()),
                 trained=projector, upstream=tower, **{**size, "tokens": float(tiles * patches)},
-                run=lambda leaf, end=end: self.family.encode(self.model, leaf, (end, end)),  # type: ignore[misc]
+                run=lambda leaf, end=end, unit=unit: self.family.encode(  # type: ignore[misc]
+                    self.model, leaf, (end, end), unit
+                ),
             )  # fmt: skip
         upstream = llm or tower or projector
         for segments in _ROWS:

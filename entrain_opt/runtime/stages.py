@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
-from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, Place, family_of
+from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
 from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
 
 
@@ -24,11 +24,13 @@ class PackedText:
 
     Attributes:
         segment_offsets: [S + 1] token offsets of the samples.
+        position_ids: [T], or [axes, T] where a family has several.
         input_ids: [T]; needed by the first stage only.
         label_ids: [L] next tokens to predict, and
         label_positions: [L] the rows that predict them; needed by the last stage only.
         feature_positions: for each source unit, the rows that its features go to; needed by the first stage only.
         feature_rows: for each source unit, the rows of its features that this microbatch takes; None for all.
+        two_way_spans: rows that attend to each other in both directions.
     """
 
     segment_offsets: list[int]
@@ -38,6 +40,7 @@ class PackedText:
     label_positions: Tensor | None = None
     feature_positions: tuple[Tensor, ...] = ()
     feature_rows: tuple[Tensor | None, ...] = ()
+    two_way_spans: tuple[Span, ...] = ()
 
 
 class RankModel(nn.Module):
@@ -66,9 +69,9 @@ class RankModel(nn.Module):
                 found[tied.get(name, name)] = parameter
         return found
 
-    def encode(self, stage: int, hidden: Tensor) -> Tensor:
+    def encode(self, stage: int, hidden: Tensor, unit: MediaUnit) -> Tensor:
         """One encoder stage: pixels or hidden states -> hidden states or features."""
-        return self.family.encode(self.model, hidden, self.plan.stages[stage].layers)
+        return self.family.encode(self.model, hidden, self.plan.stages[stage].layers, unit)
 
     def decode(self, stage: int, text: PackedText, hidden: Tensor | None, features: list[Tensor]) -> Tensor:
         """One language-model stage without the head: [T, width] -> [T, width].
@@ -83,7 +86,9 @@ class RankModel(nn.Module):
                 chosen = feature if rows is None else feature.index_select(0, rows)
                 hidden = hidden.index_copy(0, positions, chosen.to(hidden.dtype))
         assert hidden is not None
-        return self.family.decode(self.model, hidden, text.position_ids, text.segment_offsets, layers)
+        return self.family.decode(
+            self.model, hidden, text.position_ids, text.segment_offsets, layers, text.two_way_spans
+        )
 
     def is_first_llm_stage(self, stage: int) -> bool:
         return self.plan.stages[stage].module == "llm" and self.plan.stages[stage].layers[0] == 0
@@ -131,15 +136,13 @@ def build_rank_model(
         RuntimeConfigError: unknown family or parameter, or missing weights.
         PlanError: the plan is for another model.
     """
-    from transformers import AutoConfig
-
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise RuntimeConfigError(f"model: no config.json in {folder}; expected a folder in Hugging Face format.")
-    family = family_of(AutoConfig.from_pretrained(folder))
+    family = read_family(folder)
     plan.check(num_layers=family.num_layers())
     with torch.device("meta"):
         model = family.build()
+    # What the plain model never trains (fixed position tables) is not trained here either.
+    constant = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     stages = plan.pipeline_shape.stages_of_rank(pipeline_rank)
     tied = family.tied()
     names = set()
@@ -154,14 +157,12 @@ def build_rank_model(
         load_safetensors(model, family, folder)
     for name, parameter in model.named_parameters():
         place = family.place(name)
-        parameter.requires_grad_(place.part not in plan.frozen)
+        parameter.requires_grad_(place.part not in plan.frozen and name not in constant)
     return RankModel(model, family, plan, stages)
 
 
 def tied_stages(folder: str | Path, plan: Plan) -> tuple[int, ...]:
     """Stages that hold a parameter which is one tensor in the model; empty if nothing is tied."""
-    from transformers import AutoConfig
-
-    family = family_of(AutoConfig.from_pretrained(folder))
+    family = read_family(folder)
     names = {name for pair in family.tied().items() for name in pair}
     return tuple(sorted({stage_of(family.place(name), plan) for name in names}))

@@ -61,6 +61,7 @@ def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
     from transformers import PreTrainedModel
 
     incomplete = {""}
+    lost = {name.rpartition(".")[0] for name in removed}
     for name in removed:
         pieces = name.split(".")[:-1]
         incomplete |= {".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
@@ -69,7 +70,9 @@ def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, owner)
-        if name in incomplete or (seed is None and not list(module.buffers(recurse=False))):
+        # A module whose own parameters are all here is initialised even if parts of it are on other ranks.
+        is_part = name in incomplete and (name in lost or not list(module.parameters(recurse=False)))
+        if is_part or (seed is None and not list(module.buffers(recurse=False))):
             return
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1)
         owner._init_weights(module)

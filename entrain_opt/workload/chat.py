@@ -3,7 +3,8 @@
 1. The tokenizer's chat template renders the conversation with one placeholder per media item.
 2. Assistant text is found by the template's generation markers; a template without them is rendered up to each
    assistant message with and without it, and the difference is the answer.
-3. Every placeholder is repeated to the number of tokens that `workload/media.py` gives for the item, exactly once.
+3. Every placeholder becomes what `workload/media` says of the item, exactly once: placeholders for its features, and
+   the processor's own text around them where the model has some.
 4. Labels are shifted here: `label_ids[t]` is the token to predict at position t, or -100.
 
 Promise: never truncates; a placeholder or control token written inside a text raises instead of becoming one; planner
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
 from entrain_opt.spec.folder import find_model_folder, first_value, read_json
 from entrain_opt.workload.conversation import ChatSample
+from entrain_opt.workload.media.rule import Expansion
 from entrain_opt.workload.samples import MEDIA_KINDS
 
 IGNORED_LABEL = -100
@@ -37,12 +39,15 @@ class EncodedSample:
     Attributes:
         input_ids: [T] int64.
         label_ids: [T] int64, the token to predict AT each position (already shifted by one), or -100.
-        media_positions: int64 positions of the placeholder tokens, in the order of the media features.
+        media_positions: int64 positions of the tokens of media items, in order.
+        feature_positions: int64 positions of the placeholders among them, in the order of the media features; the
+            others are text that the processor writes around the features.
     """
 
     input_ids: NDArray[np.int64]
     label_ids: NDArray[np.int64]
     media_positions: NDArray[np.int64]
+    feature_positions: NDArray[np.int64]
 
     @property
     def num_tokens(self) -> int:
@@ -114,20 +119,23 @@ class ChatEncoder:
             raise RuntimeConfigError(f"{folder}/config.json: no max_position_embeddings; give max_tokens.")
         return cls(tokenizer, media_token_ids=media_token_ids(config), max_tokens=max_tokens)
 
-    def encode(self, sample: ChatSample, media_tokens: Sequence[int]) -> EncodedSample:
+    def encode(self, sample: ChatSample, media: Sequence[int | Expansion]) -> EncodedSample:
         """Token ids of a sample.
 
         Args:
             sample: the conversation.
-            media_tokens: tokens of each media item, in the order of `sample.media`.
+            media: for each item of `sample.media`, in order, the number of its features or what replaces its
+                placeholder.
 
         Raises:
             WorkloadError: a control token in a text, a differing placeholder count, or more than `max_tokens` tokens.
         """
-        if len(media_tokens) != len(sample.media) or any(count < 1 for count in media_tokens):
+        expansions = [(item,) if isinstance(item, int) else item for item in media]
+        counts = [sum(piece for piece in pieces if isinstance(piece, int)) for pieces in expansions]
+        if len(counts) != len(sample.media) or any(count < 1 for count in counts):
             raise WorkloadError(
                 f"sample {sample.id}: expected at least one token for each of {len(sample.media)} media items, found "
-                f"{list(media_tokens)}."
+                f"{counts}."
             )
         self._check_texts(sample)
         ids, is_answer = self._tokenize(sample)
@@ -138,25 +146,42 @@ class ChatEncoder:
                 f"sample {sample.id}: the chat template made {len(placeholders)} media placeholders for "
                 f"{len(expected)} media items (or in another order). Does the template know image parts?"
             )
+        own_ids = [self._expanded(pieces, token) for pieces, token in zip(expansions, expected, strict=True)]
         repeats = np.ones(len(ids), dtype=np.int64)
-        repeats[placeholders] = media_tokens
+        repeats[placeholders] = [len(own) for own in own_ids]
         num_tokens = int(repeats.sum())
         if num_tokens > self.max_tokens:
-            num_media = int(sum(media_tokens))
+            num_media = int(repeats[placeholders].sum())
             raise WorkloadError(
                 f"sample {sample.id}: needs {num_tokens} tokens ({num_tokens - num_media} text, {num_media} media), "
                 f"the limit is {self.max_tokens}. Leave it out (policy skip) or raise max_tokens."
             )
         is_answer[placeholders] = False
+        is_media = np.zeros(len(ids), dtype=bool)
+        is_media[placeholders] = True
+        media_positions = np.flatnonzero(np.repeat(is_media, repeats))
         input_ids = np.repeat(ids, repeats)
+        input_ids[media_positions] = np.concatenate(own_ids) if own_ids else 0
         is_answer = np.repeat(is_answer, repeats)
         label_ids = np.full(num_tokens, IGNORED_LABEL, dtype=np.int64)
         label_ids[:-1] = np.where(is_answer[1:], input_ids[1:], IGNORED_LABEL)
-        is_media = np.zeros(len(ids), dtype=bool)
-        is_media[placeholders] = True
+        is_feature = np.isin(input_ids[media_positions], expected)
         return EncodedSample(
-            input_ids=input_ids, label_ids=label_ids, media_positions=np.flatnonzero(np.repeat(is_media, repeats))
+            input_ids=input_ids,
+            label_ids=label_ids,
+            media_positions=media_positions,
+            feature_positions=media_positions[is_feature],
         )
+
+    def _expanded(self, pieces: Expansion, placeholder: int) -> NDArray[np.int64]:
+        """Ids of what replaces one placeholder; text is tokenised piece by piece, as `MediaSize.markers` counts it."""
+        ids: list[int] = []
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids += [placeholder] * piece
+            elif piece:
+                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return np.array(ids, dtype=np.int64)
 
     def _media_token(self, kind: str, sample: ChatSample) -> int:
         if kind not in self.media_token_ids:

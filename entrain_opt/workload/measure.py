@@ -22,7 +22,7 @@ from entrain_opt.workload.chat import ChatEncoder
 from entrain_opt.workload.conversation import ChatSample, MediaItem
 from entrain_opt.workload.dataset import ChatDataset
 from entrain_opt.workload.images import read_image_size
-from entrain_opt.workload.media import MediaRule, MediaSize, media_rule
+from entrain_opt.workload.media import Expansion, MediaRule, MediaSize, media_rule
 from entrain_opt.workload.samples import MEDIA_KINDS, SampleTable
 from entrain_opt.workload.video import read_video_length
 
@@ -53,8 +53,23 @@ class RowRange:
     end: int
 
 
-def media_sizes(sample: ChatSample, rule: MediaRule) -> list[MediaSize]:
-    """The size of each media item of a sample, from headers.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MediaForm:
+    """What the header of one media item says.
+
+    Attributes:
+        size: what it costs.
+        expansion: what replaces its placeholder.
+        shape: what the runtime must know of it, see `MediaRule.image_shape` and `audio_shape`.
+    """
+
+    size: MediaSize
+    expansion: Expansion
+    shape: tuple[int, ...] = ()
+
+
+def media_forms(sample: ChatSample, rule: MediaRule) -> list[MediaForm]:
+    """The form of each media item of a sample, from headers.
 
     Raises:
         WorkloadError: a file is unusable, its size is refused, or the rule lacks its kind.
@@ -64,24 +79,35 @@ def media_sizes(sample: ChatSample, rule: MediaRule) -> list[MediaSize]:
             raise WorkloadError(f"{item.path}: the model takes {', '.join(rule.kinds)}, found {item.kind}.")
     pixels = [read_image_size(item) if item.kind == "image" else (0, 0) for item in sample.media]
     where = [index for index, item in enumerate(sample.media) if item.kind == "image"]
-    sizes: dict[int, MediaSize] = {}
+    forms: dict[int, MediaForm] = {}
     for index, item in enumerate(sample.media):
         try:
             if item.kind == "image":  # Alone first, so that an error names the image that it is about.
                 rule.image(*pixels[index])
             else:
-                sizes[index] = _length(item, rule)
+                forms[index] = _length(item, rule)
         except WorkloadError as error:
             raise error if str(item.path) in str(error) else WorkloadError(f"{item.path}: {error}") from error
-    sizes |= dict(zip(where, rule.images([pixels[index] for index in where]), strict=True))
-    return [sizes[index] for index in range(len(sample.media))]
+    for index, size in zip(where, rule.images([pixels[index] for index in where]), strict=True):
+        # A rule that depends on the number of images writes no text around them.
+        expansion = rule.image_expansion(*pixels[index]) if size.markers else (size.tokens,)
+        forms[index] = MediaForm(size=size, expansion=expansion, shape=rule.image_shape(*pixels[index]))
+    return [forms[index] for index in range(len(sample.media))]
 
 
-def _length(item: MediaItem, rule: MediaRule) -> MediaSize:
+def media_sizes(sample: ChatSample, rule: MediaRule) -> list[MediaSize]:
+    """The size of each media item of a sample, from headers. Raises as `media_forms` does."""
+    return [form.size for form in media_forms(sample, rule)]
+
+
+def _length(item: MediaItem, rule: MediaRule) -> MediaForm:
     if item.kind == "audio":
-        return rule.audio(read_audio_seconds(item))
+        seconds = read_audio_seconds(item)
+        size, expansion = rule.audio(seconds), rule.audio_expansion(seconds)
+        return MediaForm(size=size, expansion=expansion, shape=rule.audio_shape(seconds))
     video = read_video_length(item)
-    return rule.video(video.num_frames, video.width, video.height, video.fps)
+    length = (video.num_frames, video.width, video.height, video.fps)
+    return MediaForm(size=rule.video(*length), expansion=rule.video_expansion(*length))
 
 
 def measure_rows(task: RowRange) -> Measured:
@@ -99,8 +125,8 @@ def measure_rows(task: RowRange) -> Measured:
             bad.append(sample)
             continue
         try:
-            own = media_sizes(sample, rule)
-            encoded = encoder.encode(sample, [size.tokens for size in own])
+            own = media_forms(sample, rule)
+            encoded = encoder.encode(sample, [form.expansion for form in own])
             if not encoded.num_label_tokens:
                 raise WorkloadError("no label token: the sample has no assistant text to learn from.")
         except WorkloadError as error:
@@ -111,7 +137,7 @@ def measure_rows(task: RowRange) -> Measured:
         label_tokens.append(encoded.num_label_tokens)
         kinds += [MEDIA_KINDS.index(item.kind) for item in sample.media]
         counts.append(len(own))
-        sizes += own
+        sizes += [form.size for form in own]
     if len(set(ids)) < len(ids):
         dataset.check_ids()
     table = SampleTable(

@@ -68,7 +68,8 @@ class SyntheticReader:
         labels = np.full(len(ids), -100, dtype=np.int64)
         answer = len(ids) - len(words) // 2
         labels[answer - 1 : -1] = ids[answer:]
-        return EncodedSample(input_ids=ids, label_ids=labels, media_positions=np.flatnonzero(media))
+        positions = np.flatnonzero(media)
+        return EncodedSample(input_ids=ids, label_ids=labels, media_positions=positions, feature_positions=positions)
 
     def table(self):
         texts = [self.text(row) for row in range(len(self.tiles))]
@@ -134,6 +135,7 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     builder = RankBatchBuilder(
         samples=reader.table(),
         reader=reader,
+        family=model.family,
         plan=plan,
         cost_model=CostModel(spec, ClusterSpec(device="cpu")),
         replica=groups.replica,

@@ -90,6 +90,7 @@ def test_export_loads_in_transformers(trained):
     from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
     from entrain_opt.runtime.checkpoint import load_model
+    from entrain_opt.runtime.families import MediaUnit
     from entrain_opt.runtime.stages import PackedText, build_rank_model
 
     folder, _, _ = trained
@@ -111,6 +112,7 @@ def test_export_loads_in_transformers(trained):
     load_model(checkpoint, rank)
     pixels = torch.randn(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([7, 8, *[3] * 128, 9, 10])
+    unit = MediaUnit(module="vision", segments=(2,), patches=(128,), features=(128,))
     text = PackedText(
         segment_offsets=[0, len(ids)],
         position_ids=torch.arange(len(ids)),
@@ -119,7 +121,7 @@ def test_export_loads_in_transformers(trained):
         feature_rows=(None,),
     )
     with torch.no_grad():
-        ours = rank.family.logits(rank.model, rank.decode(1, text, None, [rank.encode(0, pixels)]))
+        ours = rank.family.logits(rank.model, rank.decode(1, text, None, [rank.encode(0, pixels, unit)]))
         plain = exported(input_ids=ids[None], pixel_values=pixels).logits[0]
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
     # Frozen layers kept their initial weights, trained ones moved.

@@ -97,6 +97,21 @@ def test_nothing_is_ever_cut(encoder):
         limited.encode(sample, [101])
 
 
+def test_text_around_features_belongs_to_the_item(encoder):
+    sample = chat([IMAGE, "What is it?"], "A cat.")
+    plain = encoder.encode(sample, [5])
+    marked = encoder.encode(sample, [("one: ", 2, " two: ", 3)])
+    text = [len(encoder.tokenizer(piece, add_special_tokens=False)["input_ids"]) for piece in ("one: ", " two: ")]
+    assert len(marked.feature_positions) == 5
+    assert len(marked.media_positions) == 5 + sum(text)
+    assert marked.num_text_tokens == plain.num_text_tokens
+    assert set(marked.feature_positions) <= set(marked.media_positions)
+    kept = np.setdiff1d(np.arange(marked.num_tokens), np.setdiff1d(marked.media_positions, marked.feature_positions))
+    assert np.array_equal(marked.input_ids[kept], plain.input_ids)
+    assert np.array_equal(np.unique(marked.label_ids), np.unique(plain.label_ids))
+    assert np.all(marked.label_ids[marked.media_positions[:-1]] == -100)
+
+
 def test_media_counts_must_agree(encoder):
     with pytest.raises(WorkloadError, match="at least one token for each of 1 media items"):
         encoder.encode(chat([IMAGE], "a"), [])

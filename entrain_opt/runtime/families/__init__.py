@@ -2,23 +2,58 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, Place
+from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span
+from entrain_opt.runtime.families.gemma3 import Gemma3Family
+from entrain_opt.runtime.families.idefics3 import Idefics3Family
+from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.llava import LlavaFamily
+from entrain_opt.runtime.families.llava_next import LlavaNextFamily, LlavaOnevisionFamily
+from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
+from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
+from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
 
-_FAMILIES: dict[str, type[Family]] = {"llava": LlavaFamily}
+_FAMILIES: dict[str, type[Family]] = {
+    "gemma3": Gemma3Family,
+    "idefics3": Idefics3Family,
+    "internvl": InternVLFamily,
+    "llava": LlavaFamily,
+    "llava_next": LlavaNextFamily,
+    "llava_onevision": LlavaOnevisionFamily,
+    "qwen2_5_vl": Qwen25VLFamily,
+    "qwen2_audio": Qwen2AudioFamily,
+    "qwen3_vl": Qwen3VLFamily,
+    "smolvlm": Idefics3Family,
+}
 
 
 def family_of(config: Any) -> Family:
     """The family that knows a config's model type, or RuntimeConfigError with the known ones."""
     if config.model_type not in _FAMILIES:
         raise RuntimeConfigError(
-            f"model: cannot execute model_type {config.model_type!r}; expected one of {sorted(_FAMILIES)}. "
-            "CONTRIBUTING.md says how to add a family."
+            f"model: cannot execute model_type {config.model_type!r}; expected one of {sorted(_FAMILIES)}. To add it, "
+            "write a subclass of `Family` (entrain_opt/runtime/families/base.py) with `num_layers`, `place_encoder`, "
+            "`encoder_shape` and `encode`, and register it in entrain_opt/runtime/families/__init__.py; "
+            "CONTRIBUTING.md has the steps under 'Add a model family'."
         )
     return _FAMILIES[config.model_type](config)
 
 
-__all__ = ["INPUT", "OUTPUT", "UNUSED", "Family", "Place", "family_of"]
+def read_family(folder: str | Path) -> Family:
+    """The family of a model folder.
+
+    Raises:
+        RuntimeConfigError: no config, or an unknown family.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise RuntimeConfigError(f"model: no config.json in {folder}; expected a folder in Hugging Face format.")
+    return family_of(AutoConfig.from_pretrained(folder))
+
+
+__all__ = ["INPUT", "OUTPUT", "UNUSED", "Family", "MediaUnit", "Place", "Span", "family_of", "read_family"]

@@ -59,6 +59,10 @@ class WhisperRule(MediaRule):
             )
         return MediaSize(patches=self.padded_positions or positions, segments=1, tokens=tokens)
 
+    def audio_shape(self, seconds: float) -> tuple[int, ...]:
+        """(mel frames of the clip itself,)."""
+        return (self.mel_frames(seconds),)
+
     def mel_frames(self, seconds: float) -> int:
         """Frames of a clip; what exceeds the window is cut by the extractor."""
         samples = math.ceil(seconds * self.sampling_rate - _SAMPLE_TOLERANCE)

@@ -92,6 +92,14 @@ class MediaRule:
         """
         raise self._refusal("a video")
 
+    def image_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """What a model must know of an image to place its features: (height, width) in pixels, here."""
+        return height, width
+
+    def audio_shape(self, seconds: float) -> tuple[int, ...]:
+        """What a model must know of a clip: nothing, here."""
+        return ()
+
     def image_expansion(self, width: int, height: int) -> Expansion:
         """What replaces the placeholder of a sample's only image. Raises as `image` does."""
         return (self.image(width, height).tokens,)
@@ -132,6 +140,12 @@ class CombinedRule(MediaRule):
 
     def video(self, num_frames: int, width: int, height: int, fps: float | None = None) -> MediaSize:
         return self._rule(self.video_rule, "a video").video(num_frames, width, height, fps)
+
+    def image_shape(self, width: int, height: int) -> tuple[int, ...]:
+        return self._rule(self.image_rule, "an image").image_shape(width, height)
+
+    def audio_shape(self, seconds: float) -> tuple[int, ...]:
+        return self._rule(self.audio_rule, "audio").audio_shape(seconds)
 
     def image_expansion(self, width: int, height: int) -> Expansion:
         return self._rule(self.image_rule, "an image").image_expansion(width, height)

@@ -45,6 +45,11 @@ class SmartResizeRule(MediaRule):
         columns, rows = (side // self.patch_side for side in self.resized(width, height))
         return MediaSize(patches=columns * rows, segments=1, tokens=columns * rows // self.merge**2)
 
+    def image_shape(self, width: int, height: int) -> tuple[int, ...]:
+        """(1, rows, columns) of the grid of patches."""
+        columns, rows = (side // self.patch_side for side in self.resized(width, height))
+        return 1, rows, columns
+
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that the processor resizes to, each at least one merged patch."""
         check_sides(width, height, self.max_aspect_ratio)

@@ -1,0 +1,64 @@
+"""Gemma 3: squares through SigLIP, pooled; an image's tokens attend to each other in both directions.
+
+Some language-model layers see a sliding window only, in which the two-way attention is cut as well, and rotary angles
+differ between the two kinds of layers. Every language-model stage needs to know where the images stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from entrain_opt.runtime.families.base import IntArray, Span
+from entrain_opt.runtime.families.towers import SquareTowerFamily
+
+
+class Gemma3Family(SquareTowerFamily):
+    """`Gemma3ForConditionalGeneration`."""
+
+    reads_text_everywhere = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.uses_post_norm = True
+
+    def features(self, patches: int, segments: int, tokens: int) -> int:
+        return segments * int(self.config.mm_tokens_per_image)
+
+    def two_way_spans(self, feature_rows: IntArray) -> tuple[Span, ...]:
+        if not len(feature_rows):
+            return ()
+        breaks = np.flatnonzero(np.diff(feature_rows) > 1) + 1
+        return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(feature_rows, breaks))
+
+    def embed(self, model: nn.Module, input_ids: Tensor) -> Tensor:
+        # The placeholder may lie outside the vocabulary; its row is replaced anyway.
+        outside = input_ids >= self.text_config.vocab_size
+        return super().embed(model, input_ids.masked_fill(outside, 0))
+
+    def decode(
+        self,
+        model: nn.Module,
+        hidden: Tensor,
+        position_ids: Tensor,
+        segment_offsets: list[int],
+        layers: tuple[int, int],
+        spans: Sequence[Span] = (),
+    ) -> Tensor:
+        language_model = self.language_model(model)
+        row, positions = hidden.unsqueeze(0), position_ids.unsqueeze(0)
+        kinds = self.text_config.layer_types[layers[0] : layers[1]]
+        rotary = {kind: language_model.rotary_emb(row, positions, kind) for kind in dict.fromkeys(kinds)}
+        for kind, layer in zip(kinds, language_model.layers[layers[0] : layers[1]], strict=True):
+            row = layer(
+                row,
+                position_embeddings=rotary[kind],
+                attention_mask=None,
+                position_ids=positions,
+                segment_offsets=segment_offsets,
+                two_way_spans=tuple(spans),
+            )
+        return row.squeeze(0)
