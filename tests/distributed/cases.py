@@ -117,7 +117,7 @@ def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="
 def rank_state(folder, stages, degrees, frozen, seed):
     """Groups and stages of this rank; plans that differ in policy or schedule only share them."""
     plan = Plan(
-        model=folder, degrees=degrees, stages=stages, global_batch_size=1, num_microbatches=1, frozen=frozen
+        model=folder, degrees=degrees, stages=stages, global_batch_size=8, num_microbatches=1, frozen=frozen
     )  # fmt: skip
     groups = make_groups(plan, tied_stages=tied_stages(folder, plan))
     return (
