@@ -65,6 +65,7 @@ def measure(samples: int, microbatches: int, frozen: tuple[str, ...]) -> dict[st
     from entrain_opt.lightning.iteration import IterationRunner
     from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
     from entrain_opt.runtime.batches import RankBatchBuilder
+    from entrain_opt.runtime.families import read_family
     from entrain_opt.runtime.p2p import make_groups
     from entrain_opt.runtime.reader import ChatReader
     from entrain_opt.runtime.stages import build_rank_model, tied_stages
@@ -83,8 +84,8 @@ def measure(samples: int, microbatches: int, frozen: tuple[str, ...]) -> dict[st
         table = load_index(DATASET, MODEL, policy="error", cache_dir=Path(scratch), progress=False)
         dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
         builder = RankBatchBuilder(
-            samples=table, reader=ChatReader.open(DATASET, table, MODEL), plan=plan, cost_model=costs, replica=0,
-            pipeline_rank=0,
+            samples=table, reader=ChatReader.open(DATASET, table, MODEL), family=read_family(MODEL), plan=plan,
+            cost_model=costs, replica=0, pipeline_rank=0,
         )  # fmt: skip
         rows = np.random.default_rng(0).permutation(len(table))[:samples].tolist()
         warm_up()

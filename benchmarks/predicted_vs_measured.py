@@ -47,6 +47,7 @@ def run_rank(rank, port, recipe, plan, costs, samples, batches, results):
     builder = RankBatchBuilder(
         samples=samples,
         reader=ChatReader.open(recipe.dataset, samples, recipe.model_folder),
+        family=model.family,
         plan=plan,
         cost_model=costs,
         replica=groups.replica,

@@ -3,6 +3,8 @@
 Numba looks at the file of a function only. A compiled function that calls one of another file would go on running the
 old code after that file changed. So all compiled code is kept under a hash of the source files that hold any.
 
+Compiled code runs without the interpreter's lock, so that a search in a background thread never stops training.
+
 Price: reading those files once, a millisecond; compiling takes half a minute, once per installation.
 """
 
@@ -28,7 +30,7 @@ def compiled(function: Function) -> Function:
     before = config.CACHE_DIR
     config.CACHE_DIR = str(_cache_dir())
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, nogil=True)(function)
     finally:
         config.CACHE_DIR = before
 
@@ -42,7 +44,7 @@ def borrowing(function: Function) -> Function:
     before = config.CACHE_DIR
     config.CACHE_DIR = str(_cache_dir())
     try:
-        return njit(cache=True, _nrt=False)(function)
+        return njit(cache=True, nogil=True, _nrt=False)(function)
     finally:
         config.CACHE_DIR = before
 

@@ -1,9 +1,11 @@
 """From the costs of a global batch to an `Assignment`: split over replicas, then place each replica's samples.
 
-A rank that needs its own replica only calls `split_replicas` and `place_replica`; the result is the same.
+A rank that needs its own replica only calls `assign_replica`; the result is the same, in a part of the time.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -75,6 +77,71 @@ def assign_microbatches(
     )
     assignment.check(costs, shape)
     return assignment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaAssignment:
+    """One replica's part of a global batch.
+
+    Attributes:
+        replica: [N] replica of every sample of the global batch.
+        samples: positions in the global batch of this replica's samples, ascending; may be empty.
+        costs: of these samples.
+        assignment: of these samples, as a batch of one replica.
+    """
+
+    replica: IntArray
+    samples: IntArray
+    costs: BatchCosts
+    assignment: Assignment
+
+
+def assign_replica(
+    costs: BatchCosts,
+    shape: PipelineShape,
+    *,
+    replica: int,
+    num_replicas: int,
+    num_microbatches: int | None = None,
+    policy: str = "auto",
+    settings: SearchSettings | None = None,
+) -> ReplicaAssignment:
+    """Split a global batch over replicas, then place the samples of one of them only.
+
+    Args:
+        costs: of the global batch.
+        shape: the stages of one replica and its memory caps.
+        replica: which one, 0 to `num_replicas` - 1.
+        num_replicas, num_microbatches, policy: see `assign_microbatches`, whose answer for this replica is the same.
+        settings: of policies that search.
+
+    Raises:
+        AssignmentError: see `assign_microbatches`.
+    """
+    settings = settings or SearchSettings()
+    settings.check()
+    work = sample_work(costs, shape)
+    split = split_replicas(work, num_replicas=num_replicas, policy=policy)
+    samples = np.flatnonzero(split == replica)
+    mine = costs.take(samples)
+    encoder_microbatch = np.full(mine.num_media, -1, dtype=np.int64)
+    llm_microbatch = np.zeros(len(samples), dtype=np.int64)
+    count = 0
+    if len(samples):
+        placement = place_replica(
+            work.take(samples), num_microbatches=num_microbatches, policy=policy, settings=settings
+        )
+        encoder_microbatch, llm_microbatch = placement.encoder_microbatch, placement.llm_microbatch
+        count = placement.num_microbatches
+    assignment = Assignment(
+        replica=np.zeros(len(samples), dtype=np.int64),
+        encoder_microbatch=encoder_microbatch,
+        llm_microbatch=llm_microbatch,
+        num_microbatches=np.array([count], dtype=np.int64),
+        policy=policy,
+    )
+    assignment.check(mine, shape)
+    return ReplicaAssignment(replica=split, samples=samples, costs=mine, assignment=assignment)
 
 
 def split_replicas(work: SampleWork, *, num_replicas: int, policy: str) -> IntArray:

@@ -68,12 +68,8 @@ class EntrainCLI(LightningCLI):
             console.print(f"  entrain export {best} OUT", highlight=False, soft_wrap=True)
 
 
-def run_lightning(arguments: Sequence[str]) -> None:
-    """Run `fit` or `validate` with LightningCLI.
-
-    Raises:
-        EntrainError: from our own checks, on every rank.
-    """
+def quiet_lightning() -> None:
+    """Silence warnings of Lightning that mislead here."""
     # Lightning's advice for loaders of samples (ours yields global batches), and about its own internals.
     silenced = (
         "does not have many workers",
@@ -84,6 +80,15 @@ def run_lightning(arguments: Sequence[str]) -> None:
     )
     for message in silenced:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
+
+
+def run_lightning(arguments: Sequence[str]) -> None:
+    """Run `fit` or `validate` with LightningCLI.
+
+    Raises:
+        EntrainError: from our own checks, on every rank.
+    """
+    quiet_lightning()
     EntrainCLI(
         # LightningCLI warns about arguments that are not the process's own.
         args=None if list(arguments) == sys.argv[1:] else list(arguments),

@@ -16,7 +16,7 @@ _LIGHTNING_COMMANDS = ("fit", "validate")
 def build_parser() -> argparse.ArgumentParser:
     """All commands; `fit` and `validate` only for the list in `--help`."""
     from entrain_opt import __version__
-    from entrain_opt.cli import export, index, plan, profile, report, simulate
+    from entrain_opt.cli import export, index, plan, profile, rehearse, report, simulate
 
     parser = argparse.ArgumentParser(
         prog="entrain", description="Plan, balance and run multimodal LLM training from one recipe."
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("fit", help="train a recipe (entrain fit --help lists every option)")
     commands.add_parser("validate", help="run a recipe's validation data through the model")
-    for command in (plan, simulate, report, index, profile, export):
+    for command in (plan, simulate, rehearse, report, index, profile, export):
         command.add_parser(commands)
     return parser
 

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.ahead import AheadLoader
 from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder
 from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
@@ -76,7 +77,8 @@ class MultimodalDataModule(pl.LightningDataModule):
         global_batch_size: samples of one optimizer step, over all replicas.
         validation_dataset: None for no validation.
         bad_samples: `error` names all bad samples and stops; `skip` leaves them out and prints how many.
-        num_workers: loader processes per rank; assignments are computed there, ahead of training.
+        num_workers: loader processes per rank; assignments are computed there, ahead of training. 0: a background
+            thread works one batch ahead.
         shuffle: reshuffle the training data every epoch.
         seed: of the order.
     """
@@ -101,18 +103,18 @@ class MultimodalDataModule(pl.LightningDataModule):
         self.seed = seed
         self._start = (0, 0)
 
-    def check(self) -> None:
-        """Raise RuntimeConfigError for arguments that cannot train.
+    def check(self, *, emulated: bool = False) -> None:
+        """Raise RuntimeConfigError for arguments that cannot train; an emulated run needs sizes only.
 
         Not in the constructor, where the command line would bury the message in its own.
         """
         if self.global_batch_size < 1:
             raise RuntimeConfigError(f"data.global_batch_size: expected at least 1, found {self.global_batch_size}.")
         for path in (self.dataset, self.validation_dataset):
-            if path is not None and is_trace(path):
+            if path is not None and not emulated and is_trace(path):
                 raise RuntimeConfigError(
                     f"data: {path} is a trace of sizes without content; expected conversations (JSONL, Parquet or a "
-                    "Hugging Face dataset). Traces serve `entrain plan`, `simulate` and `report`."
+                    "Hugging Face dataset). Traces serve `entrain plan`, `simulate`, `report` and `rehearse`."
                 )
 
     def _loader(self, path: str, samples: SampleTable, sampler: GlobalBatchSampler) -> DataLoader[RankBatch]:
@@ -120,14 +122,16 @@ class MultimodalDataModule(pl.LightningDataModule):
         strategy, module = trainer.strategy, trainer.lightning_module
         builder = RankBatchBuilder(
             samples=samples,
-            reader=ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir),
-            family=read_family(module.model_folder),
+            reader=None
+            if strategy.rehearsal
+            else ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir),
+            family=None if strategy.rehearsal else read_family(module.model_folder),
             plan=strategy.plan,
             cost_model=strategy.cost_model,
             replica=strategy.groups.replica,
             pipeline_rank=strategy.groups.pipeline_rank,
         )
-        return DataLoader(
+        return AheadLoader(
             GlobalBatchDataset(builder),
             batch_size=None,
             sampler=sampler,
@@ -137,10 +141,8 @@ class MultimodalDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[RankBatch]:
         trainer: Any = self.trainer
-        samples = trainer.strategy.samples
-        sampler = GlobalBatchSampler(
-            len(samples), self.global_batch_size, seed=self.seed, shuffle=self.shuffle, start=self._start
-        )
+        samples, batch_size = trainer.strategy.samples, trainer.strategy.plan.global_batch_size
+        sampler = GlobalBatchSampler(len(samples), batch_size, seed=self.seed, shuffle=self.shuffle, start=self._start)
         return self._loader(self.dataset, samples, sampler)
 
     def val_dataloader(self) -> DataLoader[RankBatch] | list[Any]:
@@ -156,7 +158,8 @@ class MultimodalDataModule(pl.LightningDataModule):
             cache_dir=trainer.strategy.cache_dir,
             progress=False,
         )
-        sampler = GlobalBatchSampler(len(samples), self.global_batch_size, seed=self.seed, shuffle=False)
+        batch_size = trainer.strategy.plan.global_batch_size
+        sampler = GlobalBatchSampler(len(samples), batch_size, seed=self.seed, shuffle=False)
         return self._loader(self.validation_dataset, samples, sampler)
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,14 +26,33 @@ NONFINITE_POLICIES = ("error", "skip")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMetrics:
-    """Numbers of one iteration, equal on every rank."""
+    """Numbers of one iteration, equal on every rank.
+
+    Attributes:
+        loss: of the global batch.
+        gradient_norm: over all stages, before clipping.
+        bubble_share: part of the iteration that ranks waited, over all ranks.
+        bubble_share_of_rank: per pipeline rank, mean over the replicas.
+        iteration_seconds: from the first action to the last, mean over the ranks.
+        predicted_seconds: what the simulator says of the slowest replica, optimizer step included.
+        step_seconds: since the end of the last step, with the optimizer, loading and everything else, until the last
+            pipeline rank is done (mean over the replicas).
+        encoder_imbalance, llm_imbalance: largest over mean microbatch seconds, mean over the replicas.
+        deferred_samples: of the global batch.
+        assigner_seconds: to assign, schedule and predict, mean over the ranks.
+        skipped: the loss or a gradient was not finite.
+    """
 
     loss: Tensor
     gradient_norm: float
     bubble_share: float
+    bubble_share_of_rank: tuple[float, ...]
+    iteration_seconds: float
+    predicted_seconds: float
     step_seconds: float
     encoder_imbalance: float
     llm_imbalance: float
+    deferred_samples: int
     assigner_seconds: float
     skipped: bool = False
 
@@ -45,13 +64,24 @@ class IterationRunner:
         model: this rank's stages.
         groups: its process groups.
         nonfinite: what to do with a loss or gradient that is not finite: `error`, or `skip` the step and count it.
+        executor: another one than of real computations.
     """
 
-    def __init__(self, model: RankModel, groups: PipelineGroups, *, nonfinite: str = "error") -> None:
+    def __init__(
+        self,
+        model: RankModel,
+        groups: PipelineGroups,
+        *,
+        nonfinite: str = "error",
+        executor: PipelineExecutor | None = None,
+    ) -> None:
         if nonfinite not in NONFINITE_POLICIES:
             raise RuntimeConfigError(f"nonfinite: expected one of {list(NONFINITE_POLICIES)}, found {nonfinite!r}.")
-        self.reducer = GradientReducer(model, groups)
-        self.executor = PipelineExecutor(model, groups, self.reducer)
+        self.executor = executor or PipelineExecutor(model, groups, GradientReducer(model, groups))
+        assert self.executor.reducer is not None
+        self.reducer = self.executor.reducer
+        self.degrees = model.plan.degrees
+        self.pipeline_rank = groups.pipeline_rank
         self.nonfinite = nonfinite
         self.skipped_steps = 0
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
@@ -65,26 +95,30 @@ class IterationRunner:
             TrainingError: ranks disagree on the batch, or the loss or a gradient is not finite.
         """
         started = time.perf_counter()
-        self._check_agreement(batch)
+        predicted_seconds = self._check_agreement(batch)
         parameters = self.reducer.named_parameters().values()
         for parameter in parameters:
             parameter.grad = None
         result = self.executor.run(batch, training=True)
-        summed = _sum_over_ranks(
-            [
-                result.loss,
-                result.busy_seconds,
-                result.wall_seconds,
-                time.perf_counter() - (self._last_end or started),
-                batch.encoder_imbalance,
-                batch.llm_imbalance,
-                batch.assigner_seconds,
-            ],
-            batch.device,
-        )
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        values: list[Tensor | float] = [
+            result.loss,
+            result.busy_seconds,
+            result.wall_seconds,
+            batch.encoder_imbalance,
+            batch.llm_imbalance,
+            batch.deferred_samples,
+            batch.assigner_seconds,
+        ]
+        depth = self.degrees.pipeline
+        of_rank = [0.0] * (2 * depth)
+        of_rank[self.pipeline_rank] = 1 - result.busy_seconds / result.wall_seconds if result.wall_seconds > 0 else 0.0
+        of_rank[depth + self.pipeline_rank] = time.perf_counter() - (self._last_end or started)
+        summed = _sum_over_ranks([*values, *of_rank], batch.device)
+        world_size = self.degrees.world_size
         loss, busy, wall = summed[0], float(summed[1]), float(summed[2])
-        step_seconds, encoder_imbalance, llm_imbalance, assigner_seconds = (summed[3:] / world_size).tolist()
+        means = (summed[3:] / world_size).tolist()
+        encoder_imbalance, llm_imbalance, deferred, assigner_seconds = means[:4]
+        bubbles, step_seconds = means[4 : 4 + depth], means[4 + depth :]
         self._norm = float(self.reducer.global_norm())
         skipped = self._check_finite(float(loss), batch)
         self._kept = [] if skipped else [(p, p.grad) for p in parameters if p.grad is not None]
@@ -95,9 +129,13 @@ class IterationRunner:
             loss=loss.float(),
             gradient_norm=self._norm,
             bubble_share=1 - busy / wall if wall > 0 else 0.0,
-            step_seconds=step_seconds,
+            bubble_share_of_rank=tuple(share * depth for share in bubbles),
+            iteration_seconds=wall / world_size,
+            predicted_seconds=predicted_seconds,
+            step_seconds=max(step_seconds) * depth,
             encoder_imbalance=encoder_imbalance,
             llm_imbalance=llm_imbalance,
+            deferred_samples=round(deferred * self.degrees.data),
             assigner_seconds=assigner_seconds,
             skipped=skipped,
         )
@@ -119,17 +157,30 @@ class IterationRunner:
         """Scale the gradients to a global norm of at most `max_norm`."""
         self.reducer.clip(self._norm, max_norm)
 
-    def _check_agreement(self, batch: RankBatch) -> None:
-        """Ranks with different batches would wait for each other's messages forever: compare first."""
+    def _check_agreement(self, batch: RankBatch) -> float:
+        """Predicted seconds of the slowest replica, after making sure that ranks agree on the batch.
+
+        Ranks with different batches would wait for each other's messages forever, so hashes are compared first: of the
+        split over the replicas on all ranks, and of each replica's placement on its ranks. One reduction does it all.
+        """
         if not dist.is_initialized():
-            return
-        extremes = torch.tensor([batch.digest, -batch.digest], dtype=torch.int64, device=batch.device)
+            return batch.predicted_seconds
+        mine = batch.agreement
+        neutral = torch.iinfo(torch.int64).min
+        extremes = torch.full((3 + 2 * mine.num_replicas,), neutral, dtype=torch.int64, device=batch.device)
+        extremes[:3] = torch.tensor([int(1e9 * batch.predicted_seconds), mine.split, -mine.split])
+        place = 3 + 2 * mine.replica
+        extremes[place : place + 2] = torch.tensor([mine.placement, -mine.placement])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-        if int(extremes[0]) != -int(extremes[1]):
+        predicted, *hashes = extremes.tolist()
+        differs = [a != -b for a, b in zip(hashes[::2], hashes[1::2], strict=True)]
+        if any(differs):
+            what = "the samples or their split over the replicas" if differs[0] else "the assignment of a replica"
             raise TrainingError(
-                "ranks disagree on the samples or the assignment of this step. Every rank must see the same dataset, "
-                "plan and package versions."
+                f"ranks disagree on {what} in this step. Every rank must see the same dataset, plan and package "
+                "versions."
             )
+        return predicted / 1e9
 
     def _check_finite(self, loss: float, batch: RankBatch) -> bool:
         if math.isfinite(loss) and math.isfinite(self._norm):

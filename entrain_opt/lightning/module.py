@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.iteration import StepMetrics
 from entrain_opt.lightning.strategy import EntrainStrategy
 from entrain_opt.runtime.batches import RankBatch
+from entrain_opt.runtime.emulation import StandInModel
 from entrain_opt.runtime.stages import RankModel, build_rank_model
 from entrain_opt.spec.model import check_frozen
 
@@ -64,6 +66,10 @@ class MultimodalModule(pl.LightningModule):
         if self.rank_model is None:
             check_frozen(self.frozen)
             strategy = self.entrain
+            if strategy.rehearsal is not None:
+                stages = strategy.plan.pipeline_shape.stages_of_rank(strategy.groups.pipeline_rank)
+                self.rank_model = StandInModel(strategy.plan, stages)
+                return
             dtype = torch.bfloat16 if strategy.precision_plugin.precision == "bf16-true" else torch.float32
             self.rank_model = build_rank_model(
                 self.model_folder, strategy.plan, strategy.groups.pipeline_rank, seed=self.seed, dtype=dtype
@@ -82,25 +88,21 @@ class MultimodalModule(pl.LightningModule):
         }
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
-        runner = self.entrain.runner
+        runner, rehearsal = self.entrain.runner, self.entrain.rehearsal
         metrics = runner.train(batch)
+        values = step_values(metrics, batch, scale=1.0 if rehearsal is None else rehearsal.scale)
         batch_size = len(batch.sample_ids)
-        tokens_per_second = batch.num_tokens / metrics.step_seconds
+        if rehearsal is not None:
+            # There is no loss, and no number may pass for one of a real run.
+            self.log_dict({f"emulated_{name}": value for name, value in values.items()}, batch_size=batch_size)
+            shown = {"emulated s/step": round(metrics.step_seconds / rehearsal.scale, 3)}
+            self.log_dict(shown, prog_bar=True, logger=False, batch_size=batch_size)
+            return metrics.loss
         self.log("loss", metrics.loss, prog_bar=True, batch_size=batch_size)
-        shown = {"tokens/s": round(tokens_per_second), "bubble": round(metrics.bubble_share, 3)}
+        shown = {"tokens/s": round(values["tokens_per_second"]), "bubble": round(metrics.bubble_share, 3)}
         self.log_dict(shown, prog_bar=True, logger=False, batch_size=batch_size)
-        logged = {
-            "tokens_per_second": tokens_per_second,
-            "bubble_share": metrics.bubble_share,
-            "samples_per_second": batch_size / metrics.step_seconds,
-            "gradient_norm": metrics.gradient_norm,
-            "encoder_imbalance": metrics.encoder_imbalance,
-            "llm_imbalance": metrics.llm_imbalance,
-            "deferred_samples": float(batch.deferred_samples),
-            "assigner_milliseconds": 1e3 * metrics.assigner_seconds,
-            "skipped_steps": float(runner.skipped_steps),
-        }
-        self.log_dict(logged, batch_size=batch_size)
+        values |= {"gradient_norm": metrics.gradient_norm, "skipped_steps": float(runner.skipped_steps)}
+        self.log_dict(values, batch_size=batch_size)
         return metrics.loss
 
     def validation_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
@@ -118,3 +120,27 @@ class MultimodalModule(pl.LightningModule):
         """Clip by the norm over all stages, not by each rank's own."""
         if gradient_clip_val:
             self.entrain.runner.clip(float(gradient_clip_val))
+
+
+def step_values(metrics: StepMetrics, batch: RankBatch, *, scale: float = 1.0) -> dict[str, float]:
+    """What is logged of every step, by name; equal on every rank.
+
+    Args:
+        metrics: of the step.
+        batch: of any rank.
+        scale: wall seconds per second that is logged; not 1 in an emulated run.
+    """
+    step_seconds = metrics.step_seconds / scale
+    values = {
+        "tokens_per_second": batch.num_tokens / step_seconds,
+        "samples_per_second": len(batch.sample_ids) / step_seconds,
+        "step_seconds": step_seconds,
+        "predicted_step_seconds": metrics.predicted_seconds,
+        "measured_over_predicted": step_seconds / metrics.predicted_seconds,
+        "bubble_share": metrics.bubble_share,
+        "encoder_imbalance": metrics.encoder_imbalance,
+        "llm_imbalance": metrics.llm_imbalance,
+        "deferred_samples": float(metrics.deferred_samples),
+        "assigner_milliseconds": 1e3 * metrics.assigner_seconds,
+    }
+    return values | {f"bubble_share_rank_{i}": share for i, share in enumerate(metrics.bubble_share_of_rank)}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from entrain_opt.lightning.strategy import EntrainStrategy
 
 
-def check_parts(module: Any, data: Any) -> None:
+def check_parts(module: Any, data: Any, *, emulated: bool = False) -> None:
     """Raise RuntimeConfigError unless module and data module are ours (or derived from ours)."""
     from entrain_opt.lightning.datamodule import MultimodalDataModule
     from entrain_opt.lightning.module import MultimodalModule
@@ -31,7 +31,7 @@ def check_parts(module: Any, data: Any) -> None:
                 f"{name}: EntrainStrategy expects a {expected.__name__}, found {type(value).__name__}. Pass "
                 f"entrain_opt.{expected.__name__} or a class derived from it to trainer.fit()."
             )
-    data.check()
+    data.check(emulated=emulated)
 
 
 def resolve_run(
@@ -39,22 +39,25 @@ def resolve_run(
 ) -> Resolution:
     """The plan of a run, solved or read; see `entrain_opt.planner.resolve.resolve` for what it raises."""
     data = data if data is not None else trainer.datamodule  # type: ignore[attr-defined]
-    check_parts(module, data)
+    check_parts(module, data, emulated=strategy.emulate is not None)
+    options = strategy.options
     found = resolve(
         model_folder=module.model_folder,
         dataset=data.dataset,
         global_batch_size=data.global_batch_size,
-        num_nodes=strategy.num_nodes,
-        devices_per_node=strategy.num_processes,
+        num_nodes=strategy.planned_nodes[0],
+        devices_per_node=strategy.planned_nodes[1],
         frozen=module.frozen,
-        options=strategy.options,
+        options=options,
         plan=strategy.plan_source,
         bad_samples=data.bad_samples,
         cache_dir=strategy.cache_dir,
         progress=progress,
-        measure=_measurement(strategy, module),
+        # Another machine's seconds cannot be measured here.
+        measure=None if strategy.emulate is not None and options.device != "cpu" else _measurement(strategy, module),
     )
-    check_executable(found.plan)
+    if strategy.emulate is None:
+        check_executable(found.plan)
     return found
 
 
@@ -81,12 +84,12 @@ def load_samples(
 ) -> tuple[SampleTable, ModelSpec, ClusterSpec]:
     """What a rank that did not solve needs to know of the run."""
     data = trainer.datamodule  # type: ignore[attr-defined]
-    check_parts(module, data)
+    check_parts(module, data, emulated=strategy.emulate is not None)
     samples = sizes.load_samples(
         data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
     options = strategy.options
-    cluster = options.cluster(strategy.num_nodes, strategy.num_processes)
+    cluster = options.cluster(*strategy.planned_nodes)
     return samples, ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen), cluster
 
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import EntrainError, RuntimeConfigError
+from entrain_opt.lightning.emulation import Emulation, Rehearsal, rehearse
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
 from entrain_opt.lightning.iteration import IterationRunner
 from entrain_opt.lightning.resolution import load_samples, resolve_run
@@ -24,7 +25,9 @@ from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
+from entrain_opt.runtime.emulation import EmulatedExecutor, StandInModel
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
+from entrain_opt.runtime.rank_work import CostSource
 from entrain_opt.runtime.stages import RankModel, tied_stages
 from entrain_opt.units import GIB
 from entrain_opt.workload.samples import SampleTable
@@ -52,6 +55,7 @@ class EntrainStrategy(DDPStrategy):
         seed: of the solver.
         solver_workers: threads of the solver, 1 or 2; the plan does not depend on it.
         nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
+        emulate: wait for predicted times instead of computing, to rehearse a plan; see `Emulation`.
         timeout_seconds: of a message between ranks.
         cache_dir: for indexes, measured costs and plans.
     """
@@ -76,12 +80,14 @@ class EntrainStrategy(DDPStrategy):
         seed: int = 0,
         solver_workers: int = 1,
         nonfinite: str = "error",
+        emulate: Emulation | None = None,
         timeout_seconds: float = 1800.0,
         cache_dir: str = "runs/cache",
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
         self.plan_source = plan
         self.nonfinite = nonfinite
+        self.emulate = emulate
         self.cache_dir = cache_dir
         self._option_values: dict[str, Any] = {
             "policy": policy,
@@ -99,7 +105,10 @@ class EntrainStrategy(DDPStrategy):
             "solver_workers": solver_workers,
         }
         self._device = device or "cpu"
+        self.plan_options: PlanOptions | None = None
+        """Instead of those that the arguments say; for callers who have read a recipe already."""
         self._resolution: Resolution | None = None
+        self.rehearsal: Rehearsal | None = None
         self._groups: PipelineGroups | None = None
         self._runner: IterationRunner | None = None
         self._failures: FailureBoard | None = None
@@ -109,6 +118,8 @@ class EntrainStrategy(DDPStrategy):
     @property
     def options(self) -> PlanOptions:
         """What the recipe asks of the planner."""
+        if self.plan_options is not None:
+            return self.plan_options
         found = device_options(self._device)
         given = {name: value for name, value in self._option_values.items() if value is not None}
         return PlanOptions(**(found | given), precision=str(self.precision_plugin.precision))
@@ -121,16 +132,23 @@ class EntrainStrategy(DDPStrategy):
         return self._resolution
 
     @property
+    def planned_nodes(self) -> tuple[int, int]:
+        """Machines that the plan is for, and devices of each."""
+        asked = self.emulate or Emulation()
+        return asked.num_nodes or self.num_nodes, asked.devices_per_node or self.num_processes
+
+    @property
     def plan(self) -> Plan:
-        return self.resolution.plan
+        """What the ranks execute: the resolved plan, or the part of it that is rehearsed."""
+        return self.rehearsal.plan if self.rehearsal is not None else self.resolution.plan
 
     @property
     def samples(self) -> SampleTable:
         return self.resolution.samples
 
     @property
-    def cost_model(self) -> CostModel:
-        return self.resolution.costs
+    def cost_model(self) -> CostSource:
+        return self.rehearsal.costs if self.rehearsal is not None else self.resolution.costs
 
     @property
     def groups(self) -> PipelineGroups:
@@ -168,13 +186,19 @@ class EntrainStrategy(DDPStrategy):
         super().setup_environment()
         self._failures = FailureBoard(self.global_rank, self.world_size)
         trainer = self._module.trainer
-        self._agree(lambda: check_trainer(trainer))
+        self._agree(lambda: check_trainer(trainer, emulated=self.emulate is not None))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]
         dist.broadcast_object_list(content, src=0)
         assert content[0] is not None
         self._resolution = found or self._resolution_of(*content[0])
-        self._groups = make_groups(self.plan, tied_stages=tied_stages(self._module.model_folder, self.plan))
+        tied: tuple[int, ...] = ()
+        if self.emulate is not None:
+            self.rehearsal = rehearse(self.emulate, self.resolution.plan, self.resolution.costs, self.samples)
+            self.plan.degrees.check(self.world_size)
+        else:
+            tied = tied_stages(self._module.model_folder, self.plan)
+        self._groups = make_groups(self.plan, tied_stages=tied)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -182,7 +206,11 @@ class EntrainStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite)
+        executor = None
+        if self.rehearsal is not None:
+            assert isinstance(self._rank_model, StandInModel)
+            executor = EmulatedExecutor(self._rank_model, self.groups, scale=self.rehearsal.scale)
+        self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite, executor=executor)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -207,6 +235,8 @@ class EntrainStrategy(DDPStrategy):
         return {}  # Written by `save_checkpoint`, by Hugging Face name.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if self.emulate is not None:
+            raise RuntimeConfigError(f"emulate: an emulated run has no weights to write to {filepath}.")
         checkpoints.save(
             Path(filepath),
             self._rank_model,
@@ -277,8 +307,13 @@ class EntrainStrategy(DDPStrategy):
         return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
 
 
-def check_trainer(trainer: pl.Trainer) -> None:
+def check_trainer(trainer: pl.Trainer, *, emulated: bool = False) -> None:
     """Raise RuntimeConfigError for trainer settings that would silently do something else than they say."""
+    if emulated and trainer.checkpoint_callbacks:
+        raise RuntimeConfigError(
+            "trainer.callbacks: an emulated run has no weights, so it writes no checkpoints. Remove ModelCheckpoint "
+            "and set enable_checkpointing: false."
+        )
     if trainer.accumulate_grad_batches != 1:
         raise RuntimeConfigError(
             f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "

@@ -7,8 +7,6 @@ load nothing. Runs in a loader process, ahead of training.
 
 from __future__ import annotations
 
-import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -17,27 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from entrain_opt.assigner import assign_microbatches
-from entrain_opt.assigner.statistics import assignment_statistics
-from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.errors import WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import Family, MediaUnit
+from entrain_opt.runtime.rank_work import ActionSeconds, Agreement, CostSource, plan_rank
 from entrain_opt.runtime.stages import PackedText
 from entrain_opt.schedule.actions import Action
-from entrain_opt.schedule.messages import with_messages
-from entrain_opt.schedule.orders import schedule_replica
-from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork, replica_work
+from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork
 from entrain_opt.workload.samples import SampleTable
 
 UnitKey = tuple[int, int, int]
 """(encoder, microbatch, part)"""
-
-
-class CostSource(Protocol):
-    """What the builder asks of a cost model."""
-
-    def batch_costs(self, samples: SampleTable, plan: Plan) -> BatchCosts: ...
 
 
 class SampleReader(Protocol):
@@ -76,10 +64,12 @@ class RankBatch:
         label_tokens: label tokens of the whole global batch, over all replicas.
         sample_ids: of the whole global batch, in the order drawn.
         num_tokens: packed tokens of the whole global batch.
-        deferred_samples: samples of the whole global batch whose language-model part waits.
+        deferred_samples: samples of this replica whose language-model part waits.
         encoder_imbalance, llm_imbalance: largest over mean microbatch seconds of this replica.
-        assigner_seconds: time spent to assign and schedule.
-        digest: equal on all ranks if they agree on samples, assignment and plan.
+        assigner_seconds: time spent to assign, schedule and predict.
+        predicted_seconds: of the iteration, from this replica's point of view: the slowest replica decides.
+        agreement: hashes that tell whether ranks agree on samples, assignment and plan.
+        action_seconds: predicted, of the replica's actions; only where they are waited for instead of computed.
     """
 
     actions: tuple[Action, ...]
@@ -96,8 +86,10 @@ class RankBatch:
     encoder_imbalance: float
     llm_imbalance: float
     assigner_seconds: float
-    digest: int
+    predicted_seconds: float
+    agreement: Agreement
     device: torch.device
+    action_seconds: ActionSeconds | None = None
 
     def num_consumers(self, encoder: int | None, unit: tuple[int, int, int]) -> int:
         """Microbatches that an encoder unit, named by its last stage, feeds."""
@@ -132,15 +124,15 @@ class RankBatchBuilder:
 
     Attributes:
         samples: the indexed dataset.
-        reader: content of its rows.
-        family: of the model.
+        reader: content of its rows; None loads nothing and notes predicted seconds instead (emulated compute).
+        family: of the model; only needed with a reader.
         plan, cost_model: the same on every rank.
         replica, pipeline_rank: where this rank stands.
     """
 
     samples: SampleTable
-    reader: SampleReader
-    family: Family
+    reader: SampleReader | None
+    family: Family | None
     plan: Plan
     cost_model: CostSource
     replica: int
@@ -156,32 +148,24 @@ class RankBatchBuilder:
             WorkloadError: a file is broken or its content differs from the index.
             AssignmentError: a sample does not fit in memory.
         """
-        started = time.perf_counter()
-        table_rows = np.asarray(rows, dtype=np.int64)
-        table = self.samples.take(table_rows)
-        costs = self.cost_model.batch_costs(table, self.plan)
-        shape = self.plan.pipeline_shape
-        assignment = assign_microbatches(
-            costs,
-            shape,
-            num_replicas=self.plan.degrees.data,
-            num_microbatches=self.plan.num_microbatches,
-            policy=self.plan.policy,
-            schedule=self.plan.schedule,
+        batch_table = self.samples.take(np.asarray(rows, dtype=np.int64))
+        planned = plan_rank(
+            batch_table, self.cost_model, self.plan, replica=self.replica, pipeline_rank=self.pipeline_rank
         )
-        work = replica_work(costs, assignment, shape, self.replica)
-        schedule = schedule_replica(work, shape, order=self.plan.schedule, costs=costs)
-        actions = with_messages(schedule, work, shape)[self.pipeline_rank]
-        assigner_seconds = time.perf_counter() - started
+        # From here on, indices are those of this replica's samples.
+        work, table = planned.work, batch_table.take(planned.samples)
+        table_rows = np.asarray(rows, dtype=np.int64)[planned.samples]
+        shape = self.plan.pipeline_shape
         stages = shape.stages_of_rank(self.pipeline_rank)
-        holds_llm = any(stage in stages for stage in shape.stages_of_llm)
+        holds_llm = self.reader is not None and any(stage in stages for stage in shape.stages_of_llm)
         first_encoder_stages = {shape.stages_of_encoder(e)[0]: e for e in range(shape.num_encoders)}
         mine = {first_encoder_stages[stage] for stage in stages if stage in first_encoder_stages}
         encodes = any(stage not in shape.stages_of_llm for stage in stages)
-        units = {_key(unit): self._media_unit(table, table_rows, unit, encodes) for unit in work.encoder_units}
-        spread = assignment_statistics(costs, assignment, shape, replica=self.replica)
+        units: dict[UnitKey, MediaUnit] = {}
+        if self.reader is not None:
+            units = {_key(unit): self._media_unit(table, table_rows, unit, encodes) for unit in work.encoder_units}
         return RankBatch(
-            actions=actions,
+            actions=planned.actions,
             sources={
                 unit.microbatch: tuple(_name(work.encoder_units[source]) for source in unit.sources)
                 for unit in work.llm_units
@@ -192,28 +176,40 @@ class RankBatchBuilder:
             pixels={
                 _key(unit): self._pixels(table, table_rows, unit, units[_key(unit)])
                 for unit in work.encoder_units
-                if unit.encoder in mine
+                if unit.encoder in mine and self.reader is not None
             },
             texts={u.microbatch: self._text(table, table_rows, u, work, stages) for u in work.llm_units}
             if holds_llm
             else {},
-            label_tokens=int(table.label_tokens.sum()),
-            sample_ids=tuple(str(name) for name in table.sample_ids),
-            num_tokens=int(table.total_tokens.sum()),
-            deferred_samples=len(assignment.deferred_samples(costs)),
-            encoder_imbalance=spread.encoder.max_over_mean,
-            llm_imbalance=spread.llm.max_over_mean,
-            assigner_seconds=assigner_seconds,
-            digest=_digest(table, assignment, self.plan),
+            label_tokens=int(batch_table.label_tokens.sum()),
+            sample_ids=tuple(str(name) for name in batch_table.sample_ids),
+            num_tokens=int(batch_table.total_tokens.sum()),
+            deferred_samples=planned.num_deferred,
+            encoder_imbalance=planned.encoder_imbalance,
+            llm_imbalance=planned.llm_imbalance,
+            assigner_seconds=planned.assigner_seconds,
+            predicted_seconds=planned.predicted_seconds,
+            agreement=planned.agreement,
+            action_seconds=planned.seconds if self.reader is None else None,
             device=torch.device("cpu"),
         )
+
+    @property
+    def _content(self) -> SampleReader:
+        assert self.reader is not None
+        return self.reader
+
+    @property
+    def _layout(self) -> Family:
+        assert self.family is not None
+        return self.family
 
     def _media_unit(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit, encodes: bool) -> MediaUnit:
         """The items of a unit; their shapes only on ranks that encode."""
         samples = table.media_sample[unit.media]
         shapes: tuple[tuple[int, ...], ...] = ()
-        if encodes and self.family.needs_shapes:
-            of_sample = {sample: self.reader.shapes(int(rows[sample])) for sample in dict.fromkeys(samples.tolist())}
+        if encodes and self._layout.needs_shapes:
+            of_sample = {sample: self._content.shapes(int(rows[sample])) for sample in dict.fromkeys(samples.tolist())}
             shapes = tuple(
                 tuple(of_sample[sample][media - table.media_offsets[sample]])
                 for sample, media in zip(samples.tolist(), unit.media, strict=True)
@@ -230,14 +226,14 @@ class RankBatchBuilder:
         """Rows that the projector makes of each media item."""
         columns = (table.media_patches, table.media_segments, table.media_tokens)
         sizes = zip(*(column[media].tolist() for column in columns), strict=True)
-        return np.array([self.family.features(*size) for size in sizes], dtype=np.int64)
+        return np.array([self._layout.features(*size) for size in sizes], dtype=np.int64)
 
     def _pixels(self, table: SampleTable, rows: np.ndarray, unit: EncoderUnit, items: MediaUnit) -> Tensor:
         tiles = []
         media_sample = table.media_sample
-        for media, expected in zip(unit.media, self.family.input_rows(items), strict=True):
+        for media, expected in zip(unit.media, self._layout.input_rows(items), strict=True):
             sample = media_sample[media]
-            pixels = self.reader.pixels(int(rows[sample]), int(media - table.media_offsets[sample]))
+            pixels = self._content.pixels(int(rows[sample]), int(media - table.media_offsets[sample]))
             if len(pixels) != expected:
                 raise WorkloadError(
                     f"sample {table.sample_ids[sample]}: the processor made {len(pixels)} tiles or patches of media "
@@ -255,10 +251,10 @@ class RankBatchBuilder:
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         segment_offsets = [int(offset) for offset in offsets]
         is_first, is_last = shape.stages_of_llm[0] in stages, shape.stages_of_llm[-1] in stages
-        if not (is_first or is_last or self.family.reads_text_everywhere):
-            plain = np.concatenate([self.family.position_ids(int(length), ()) for length in lengths])
+        if not (is_first or is_last or self._layout.reads_text_everywhere):
+            plain = np.concatenate([self._layout.position_ids(int(length), ()) for length in lengths])
             return PackedText(segment_offsets=segment_offsets, position_ids=torch.from_numpy(plain))
-        encoded = [self.reader.text(int(rows[sample])) for sample in unit.samples]
+        encoded = [self._content.text(int(rows[sample])) for sample in unit.samples]
         for sample, length, content in zip(unit.samples, lengths, encoded, strict=True):
             if len(content.input_ids) != length:
                 raise WorkloadError(
@@ -272,7 +268,7 @@ class RankBatchBuilder:
             two_way_spans=tuple(
                 (start + int(offset), end + int(offset))
                 for offset, content in zip(offsets[:-1], encoded, strict=True)
-                for start, end in self.family.two_way_spans(content.feature_positions)
+                for start, end in self._layout.two_way_spans(content.feature_positions)
             ),
         )
         if is_last:
@@ -323,10 +319,10 @@ class RankBatchBuilder:
         for sample, start, end in zip(samples.tolist(), offsets[:-1], offsets[1:], strict=True):
             media: list[tuple[np.ndarray, tuple[int, ...]]] = []
             items = range(table.media_offsets[sample], table.media_offsets[sample + 1])
-            if self.family.reads_text_everywhere and self.family.needs_shapes and len(items):
-                shapes = self.reader.shapes(int(rows[sample]))
+            if self._layout.reads_text_everywhere and self._layout.needs_shapes and len(items):
+                shapes = self._content.shapes(int(rows[sample]))
                 media = [(targets[item] - start, tuple(one)) for item, one in zip(items, shapes, strict=True)]
-            found.append(self.family.position_ids(int(end - start), media))
+            found.append(self._layout.position_ids(int(end - start), media))
         return torch.from_numpy(np.concatenate(found, axis=-1))
 
     def _feature_rows(
@@ -345,10 +341,3 @@ def _key(unit: EncoderUnit) -> UnitKey:
 
 def _name(unit: EncoderUnit) -> UnitName:
     return UnitName(unit.encoder, unit.microbatch, unit.part)
-
-
-def _digest(table: SampleTable, assignment: Assignment, plan: Plan) -> int:
-    content = hashlib.sha256(repr((plan, table.sample_ids.tolist())).encode())
-    for values in (assignment.replica, assignment.encoder_microbatch, assignment.llm_microbatch):
-        content.update(np.ascontiguousarray(values, dtype=np.int64).tobytes())
-    return int.from_bytes(content.digest()[:6], "little")

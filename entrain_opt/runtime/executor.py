@@ -56,7 +56,7 @@ class IterationResult:
 
 
 @dataclass(slots=True)
-class _Flight:
+class Flight:
     """Tensors alive within one iteration."""
 
     outputs: dict[Unit, Tensor] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class PipelineExecutor:
         """
         device, dtype = batch.device, self._dtype
         mailbox = Mailbox(self.model.plan, self.groups, device)
-        flight = _Flight()
+        flight = Flight()
         loss = torch.zeros((), device=device)
         busy_seconds = 0.0
         started = time.perf_counter()
@@ -121,8 +121,7 @@ class PipelineExecutor:
                     busy_seconds += time.perf_counter() - clock
                 case BackwardWeight(stage=stage, microbatch=microbatch, part=part):
                     clock = time.perf_counter()
-                    if pending := flight.weight_gradients.pop((stage, microbatch, part), None):
-                        pending.finish()
+                    self._backward_weight((stage, microbatch, part), flight)
                     busy_seconds += time.perf_counter() - clock
                 case Reduce(stage=stage):
                     assert self.reducer is not None
@@ -132,9 +131,14 @@ class PipelineExecutor:
                 case _:
                     raise RuntimeConfigError(f"schedule: cannot execute {action}.")
         mailbox.finish()
-        if training and self.reducer is not None:
-            self.reducer.finish()
+        if training:
+            self._finish_update()
         return IterationResult(loss=loss, busy_seconds=busy_seconds, wall_seconds=time.perf_counter() - started)
+
+    def _finish_update(self) -> None:
+        """Wait for what the schedule started behind the last backward."""
+        if self.reducer is not None:
+            self.reducer.finish()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -169,7 +173,7 @@ class PipelineExecutor:
             for source in batch.sources[microbatch]
         ]
 
-    def _inputs(self, unit: Unit, batch: RankBatch, flight: _Flight, mailbox: Mailbox) -> list[tuple[Unit, Tensor]]:
+    def _inputs(self, unit: Unit, batch: RankBatch, flight: Flight, mailbox: Mailbox) -> list[tuple[Unit, Tensor]]:
         """Fresh leaves for everything a forward takes from other stages; waits for messages."""
         leaves = []
         for source in self._upstream(unit, batch):
@@ -178,7 +182,7 @@ class PipelineExecutor:
             leaves.append((source, leaf))
         return leaves
 
-    def _arrived(self, source: Unit, unit: Unit, batch: RankBatch, flight: _Flight, mailbox: Mailbox) -> Tensor:
+    def _arrived(self, source: Unit, unit: Unit, batch: RankBatch, flight: Flight, mailbox: Mailbox) -> Tensor:
         if source in flight.features:
             tensor, needed = flight.features[source]
         else:
@@ -195,7 +199,7 @@ class PipelineExecutor:
         return tensor
 
     def _forward(
-        self, unit: Unit, inputs: list[tuple[Unit, Tensor]], batch: RankBatch, flight: _Flight, training: bool
+        self, unit: Unit, inputs: list[tuple[Unit, Tensor]], batch: RankBatch, flight: Flight, training: bool
     ) -> Tensor:
         """Run a forward and keep what its backward needs. Returns the unit's share of the loss."""
         stage, microbatch, part = unit
@@ -221,12 +225,12 @@ class PipelineExecutor:
             flight.outputs[unit] = output.detach().to(self._dtype)
         return loss_share
 
-    def _outgoing(self, message: Message, flight: _Flight) -> Tensor:
+    def _outgoing(self, message: Message, flight: Flight) -> Tensor:
         if message.source_stage < message.target_stage:
             return flight.outputs.pop((message.source_stage, message.microbatch, message.part))
         return flight.gradients.pop((message.target_stage, message.microbatch, message.part))
 
-    def _incoming_gradient(self, unit: Unit, batch: RankBatch, flight: _Flight, mailbox: Mailbox) -> Tensor | None:
+    def _incoming_gradient(self, unit: Unit, batch: RankBatch, flight: Flight, mailbox: Mailbox) -> Tensor | None:
         """Gradient of a unit's output; None for the loss itself. Waits for messages."""
         stage, microbatch, part = unit
         if self.model.is_last_llm_stage(stage):
@@ -238,14 +242,14 @@ class PipelineExecutor:
             return flight.gradients.pop(unit)
         return mailbox.take(Message(downstream, stage, microbatch, part))
 
-    def _backward(self, unit: Unit, gradient: Tensor | None, flight: _Flight) -> None:
+    def _backward(self, unit: Unit, gradient: Tensor | None, flight: Flight) -> None:
         """Run a whole backward."""
         output, inputs = flight.graphs.pop(unit)
         if output.requires_grad:
             torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         self._keep_input_gradients(inputs, flight)
 
-    def _backward_input(self, unit: Unit, gradient: Tensor | None, flight: _Flight) -> None:
+    def _backward_input(self, unit: Unit, gradient: Tensor | None, flight: Flight) -> None:
         """The part of a backward that upstream waits for; the rest stays pending."""
         output, inputs = flight.graphs.pop(unit)
         leaves = [leaf for _, leaf in inputs if leaf.requires_grad]
@@ -256,7 +260,12 @@ class PipelineExecutor:
             torch.autograd.backward(output, gradient)
         self._keep_input_gradients(inputs, flight)
 
-    def _keep_input_gradients(self, inputs: list[tuple[Unit, Tensor]], flight: _Flight) -> None:
+    def _backward_weight(self, unit: Unit, flight: Flight) -> None:
+        """What `_backward_input` left for later."""
+        if pending := flight.weight_gradients.pop(unit, None):
+            pending.finish()
+
+    def _keep_input_gradients(self, inputs: list[tuple[Unit, Tensor]], flight: Flight) -> None:
         """Keep the gradients for upstream units; zeros where the output did not depend on an input."""
         for source, leaf in inputs:
             if self.has_backward[source[0]]:

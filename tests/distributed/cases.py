@@ -146,7 +146,7 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     result = PipelineExecutor(model, groups, reducer).run(batch, training=training)
     norm = float(reducer.global_norm()) if training else 0.0
     gradients = {name: p.grad.numpy().copy() for name, p in model.model.named_parameters() if p.grad is not None}
-    return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "digest": batch.digest}
+    return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "agreement": batch.agreement}
 
 
 def reference(folder, reader, rows, *, frozen=(), seed=7):

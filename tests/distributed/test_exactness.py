@@ -58,7 +58,9 @@ def assert_exact(root, cases, results_of_ranks):
         results = [results[index] for results in results_of_ranks]
         loss = sum(result[0] for result in results)
         assert loss == pytest.approx(expected_loss, rel=1e-5), case
-        assert len({result[3]["digest"] for result in results}) == 1, case
+        agreements = {result[3]["agreement"] for result in results}
+        assert len({agreement.split for agreement in agreements}) == 1, case
+        assert len(agreements) == len({agreement.replica for agreement in agreements}), case
         for result in results:
             owned = {name: gradient for name, gradient in expected.items() if name in result[1]}
             assert relative_error(result[1], owned) < 1e-5, case

@@ -32,6 +32,7 @@ class Run:
         self.builder = RankBatchBuilder(
             samples=reader.table(),
             reader=reader,
+            family=self.model.family,
             plan=plan,
             cost_model=CostModel(spec, ClusterSpec(device="cpu")),
             replica=self.groups.replica,

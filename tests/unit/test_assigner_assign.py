@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrain_opt.assigner import POLICIES, assign_microbatches, sample_work
+from entrain_opt.assigner import POLICIES, assign_microbatches, assign_replica, sample_work
+from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assignment import BatchCosts
 from entrain_opt.errors import AssignmentError
 from entrain_opt.plan import PipelineShape
@@ -184,3 +185,24 @@ def test_errors_say_what_is_wrong():
     staged = BatchCosts(encoder_seconds=[1.0], llm_seconds=[1.0], stages=costs.stage_costs(SHAPE))
     with pytest.raises(AssignmentError, match="expected 1 encoder stages of 3"):
         assign_microbatches(staged, PipelineShape(encoder_stages=1, llm_stages=2))
+
+
+@pytest.mark.parametrize("policy", ["auto", "pairwise", "in_order"])
+@pytest.mark.parametrize("num_samples", [2, 9])
+def test_a_replica_alone_gets_the_same_as_in_the_whole(policy, num_samples):
+    """Also a replica without samples: there are three replicas."""
+    rng = np.random.default_rng(5)
+    costs = BatchCosts(encoder_seconds=rng.random(num_samples), llm_seconds=rng.random(num_samples))
+    whole = assign_microbatches(
+        costs, SHAPE, num_replicas=3, num_microbatches=4, policy=policy, effort="fast", schedule="1f1b"
+    )
+    chosen = SearchSettings(schedule="1f1b", effort="fast")
+    for replica in range(3):
+        mine = assign_replica(
+            costs, SHAPE, replica=replica, num_replicas=3, num_microbatches=4, policy=policy, settings=chosen
+        )
+        assert (mine.replica == whole.replica).all()
+        assert (mine.samples == np.flatnonzero(whole.replica == replica)).all()
+        assert (mine.assignment.llm_microbatch == whole.llm_microbatch[mine.samples]).all()
+        assert (mine.assignment.encoder_microbatch == whole.encoder_microbatch[mine.samples]).all()
+        assert mine.assignment.num_microbatches[0] == whole.num_microbatches[replica]
