@@ -71,7 +71,7 @@ class MultimodalModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.rank_model is not None
-        parameters = [p for p in self.rank_model.parameters() if p.requires_grad]
+        parameters = [p for p in self.rank_model.optimized_parameters().values() if p.requires_grad]
         # A rank that holds only frozen layers still has an optimizer, with an empty group.
         optimizer = self.make_optimizer(parameters or [{"params": []}])
         if self.make_scheduler is None:

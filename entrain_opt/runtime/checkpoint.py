@@ -38,7 +38,7 @@ def _is_first_rank() -> bool:
 
 
 def _parameter_names(model: RankModel) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.model.named_parameters()}
+    return {id(parameter): name for name, parameter in model.optimized_parameters().items()}
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
         plan: plain values of the plan, for the record.
     """
     names = _parameter_names(model)
-    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.optimized_parameters().items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -134,7 +134,8 @@ def load_tensors(path: Path, wanted: dict[str, Tensor]) -> None:
 def load_model(path: Path, model: RankModel) -> None:
     """Read this rank's weights, whatever plan wrote them."""
     with torch.no_grad():
-        load_tensors(path, {f"model.{name}": p.data for name, p in model.model.named_parameters()})
+        load_tensors(path, {f"model.{name}": p.data for name, p in model.optimized_parameters().items()})
+    model.masters.write_back()
 
 
 def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer], meta: Mapping[str, Any]) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
+from entrain_opt.runtime.master import MasterWeights
+from entrain_opt.runtime.recompute import layer_of, recompute_layers
 from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
 
 
@@ -58,15 +60,30 @@ class RankModel(nn.Module):
         self.plan = plan
         self.stages = stages
         self.num_layers = family.num_layers()
+        self.masters = MasterWeights({})
+
+    def keep_masters(self) -> None:
+        """Keep float32 masters of trained parameters in a shorter type; a second call changes nothing.
+
+        To be called on the device, before the optimizer is made.
+        """
+        if not self.masters:
+            self.masters = MasterWeights(dict(self.model.named_parameters()))
+
+    def optimized_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this rank by name, each replaced by its master if it has one."""
+        return {name: self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """Trained parameters that a stage's backward pass reaches, by name; a tied one under its owner's name."""
+        """Trained parameters (or their masters) that a stage's backward pass reaches, by name; a tied one under its
+        owner's name.
+        """
         family, plan, tied = self.family, self.plan, self.family.tied()
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             place = family.place(name)
             if parameter.requires_grad and place.position != UNUSED and stage_of(place, plan) == stage:
-                found[tied.get(name, name)] = parameter
+                found[tied.get(name, name)] = self.masters.of(parameter)
         return found
 
     def encode(self, stage: int, hidden: Tensor, unit: MediaUnit) -> Tensor:
@@ -158,7 +175,18 @@ def build_rank_model(
     for name, parameter in model.named_parameters():
         place = family.place(name)
         parameter.requires_grad_(place.part not in plan.frozen and name not in constant)
+    recompute_layers(model, _recomputed_layers(model, family, plan))
     return RankModel(model, family, plan, stages)
+
+
+def _recomputed_layers(model: nn.Module, family: Family, plan: Plan) -> list[str]:
+    """Names of the layers that the plan recomputes, of those that this rank holds."""
+    found = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        place = family.place(name)
+        if isinstance(place.position, int) and plan.stages[stage_of(place, plan)].recompute:
+            found.append(layer_of(name))
+    return list(dict.fromkeys(found))
 
 
 def tied_stages(folder: str | Path, plan: Plan) -> tuple[int, ...]:

@@ -43,17 +43,20 @@ def materialize(model: nn.Module, removed: set[str], *, seed: int | None, dtype:
         model: after `keep_only`.
         removed: what `keep_only` returned.
         seed: of the parameters; None leaves them undefined (they will be loaded) and sets the buffers only.
-        dtype: of the parameters.
+        dtype: of the parameters; they are drawn in float32 and rounded, so that runs differ by rounding alone.
     """
+    drawn = dtype if seed is None else torch.float32
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         module, leaf = _parent(model, name)
-        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))
+        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=drawn, device="cpu")))
     persistent = set(model.state_dict())
     for name, buffer in list(model.named_buffers()):
         module, leaf = _parent(model, name)
         empty = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         module.register_buffer(leaf, empty, persistent=name in persistent)
     _initialize(model, removed, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
