@@ -14,6 +14,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.strategy import EntrainStrategy
 from entrain_opt.runtime.batches import RankBatch
 from entrain_opt.runtime.stages import RankModel, build_rank_model
+from entrain_opt.runtime.trained import ParameterGroup, check_groups, optimizer_groups
 from entrain_opt.spec.model import check_frozen
 
 
@@ -30,6 +31,10 @@ class MultimodalModule(pl.LightningModule):
         seed: of drawn weights; every plan starts from the same ones.
         optimizer: makes the optimizer from this rank's trained parameters.
         scheduler: makes the learning-rate scheduler, stepped once per global batch.
+        frozen_layers: how many of the first layers of `vision`, `llm` and so on do not train; the patch or token
+            embedding before them does not either, and the head only if it is tied to it. Planned for as if they did.
+        parameter_groups: parts with their own learning rate and weight decay; the rest takes the optimizer's.
+        decay_norms_and_biases: whether weight decay applies to parameters of one dimension.
     """
 
     def __init__(
@@ -39,6 +44,9 @@ class MultimodalModule(pl.LightningModule):
         seed: int = 0,
         optimizer: OptimizerCallable = _adamw,
         scheduler: LRSchedulerCallable | None = None,
+        frozen_layers: dict[str, int] | None = None,
+        parameter_groups: list[ParameterGroup] | None = None,
+        decay_norms_and_biases: bool = False,
     ) -> None:
         super().__init__()
         self.model_folder = model
@@ -46,6 +54,10 @@ class MultimodalModule(pl.LightningModule):
         self.seed = seed
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self.frozen_layers = dict(frozen_layers or {})
+        self.parameter_groups = tuple(parameter_groups or ())
+        self.decay_norms_and_biases = decay_norms_and_biases
+        check_groups(self.parameter_groups, self.frozen)
         self.rank_model: RankModel | None = None
 
     @property
@@ -66,14 +78,24 @@ class MultimodalModule(pl.LightningModule):
             strategy = self.entrain
             dtype = torch.bfloat16 if strategy.precision_plugin.precision == "bf16-true" else torch.float32
             self.rank_model = build_rank_model(
-                self.model_folder, strategy.plan, strategy.groups.pipeline_rank, seed=self.seed, dtype=dtype
+                self.model_folder,
+                strategy.plan,
+                strategy.groups.pipeline_rank,
+                seed=self.seed,
+                dtype=dtype,
+                frozen_layers=self.frozen_layers,
             )
 
     def configure_optimizers(self) -> Any:
         assert self.rank_model is not None
-        parameters = [p for p in self.rank_model.optimized_parameters().values() if p.requires_grad]
-        # A rank that holds only frozen layers still has an optimizer, with an empty group.
-        optimizer = self.make_optimizer(parameters or [{"params": []}])
+        # The same groups on every rank; a rank that holds only frozen layers has empty ones.
+        groups = optimizer_groups(
+            self.rank_model.optimized_parameters(),
+            self.rank_model.family,
+            self.parameter_groups,
+            decay_norms_and_biases=self.decay_norms_and_biases,
+        )
+        optimizer = self.make_optimizer(groups)
         if self.make_scheduler is None:
             return optimizer
         return {

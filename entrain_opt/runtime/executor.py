@@ -248,7 +248,7 @@ class PipelineExecutor:
         self._keep_input_gradients(inputs, flight)
 
     def _backward_input(self, unit: Unit, gradient: Tensor | None, flight: _Flight) -> None:
-        """The part of a backward that upstream waits for; the rest stays pending. All of it in a stage with recompute."""
+        """The part of a backward that upstream waits for; the rest stays pending. With recompute: all of it."""
         output, inputs = flight.graphs.pop(unit)
         whole = self.model.plan.stages[unit[0]].recompute
         leaves = [] if whole else [leaf for _, leaf in inputs if leaf.requires_grad]

@@ -6,6 +6,7 @@ its layer range, and a rank keeps the parameters of its stages under their origi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
 from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.recompute import layer_of, recompute_layers
+from entrain_opt.runtime.trained import check_frozen_layers, trains
 from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
 
 
@@ -138,7 +140,13 @@ def stage_of(place: Place, plan: Plan) -> int:
 
 
 def build_rank_model(
-    folder: str | Path, plan: Plan, pipeline_rank: int, *, seed: int, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    plan: Plan,
+    pipeline_rank: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    frozen_layers: Mapping[str, int] | None = None,
 ) -> RankModel:
     """Build what one pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
 
@@ -148,14 +156,17 @@ def build_rank_model(
         pipeline_rank: rank within the replica.
         seed: of the initial weights.
         dtype: of the parameters.
+        frozen_layers: {module: how many of its first layers do not train}; their embedding does not train either.
 
     Raises:
-        RuntimeConfigError: unknown family or parameter, or missing weights.
+        RuntimeConfigError: unknown family or parameter, missing weights, or layers that the model does not have.
         PlanError: the plan is for another model.
     """
     folder = Path(folder)
     family = read_family(folder)
     plan.check(num_layers=family.num_layers())
+    frozen_layers = frozen_layers or {}
+    check_frozen_layers(frozen_layers, family)
     with torch.device("meta"):
         model = family.build()
     # What the plain model never trains (fixed position tables) is not trained here either.
@@ -173,8 +184,7 @@ def build_rank_model(
     if with_weights:
         load_safetensors(model, family, folder)
     for name, parameter in model.named_parameters():
-        place = family.place(name)
-        parameter.requires_grad_(place.part not in plan.frozen and name not in constant)
+        parameter.requires_grad_(trains(family.place(name), plan.frozen, frozen_layers) and name not in constant)
     recompute_layers(model, _recomputed_layers(model, family, plan))
     return RankModel(model, family, plan, stages)
 

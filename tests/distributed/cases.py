@@ -139,6 +139,14 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True, precision="32-tru
     groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed, dtype)
     model = RankModel(shared.model, shared.family, plan, shared.stages)
     model.masters = shared.masters
+    return run_model(model, reader, rows, groups=groups, spec=spec, training=training, precision=precision)
+
+
+def run_model(model, reader, rows, *, groups=None, spec=None, training=True, precision="32-true"):
+    """Run one iteration of a rank model; see `run_pipeline`."""
+    plan = model.plan
+    groups = groups or make_groups(plan)
+    spec = spec or ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
     for parameter in model.optimized_parameters().values():
         parameter.grad = None
     builder = RankBatchBuilder(

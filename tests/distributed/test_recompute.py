@@ -50,7 +50,7 @@ def test_a_layer_keeps_its_input_alone(tmp_path):
         model = build_rank_model(folder, make_plan(folder, split, recompute=recompute), 0, seed=1)
         inputs = []
         for layer in model.model.model.vision_tower.encoder.layers[1:]:
-            layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
+            layer.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0].nbytes))
         found[recompute], output = kept_bytes(model, lambda model=model: model.encode(1, hidden))
         assert output.requires_grad
         if recompute:
