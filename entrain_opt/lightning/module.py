@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.strategy import EntrainStrategy
 from entrain_opt.runtime.batches import RankBatch
+from entrain_opt.runtime.lora import Lora
 from entrain_opt.runtime.stages import RankModel, build_rank_model
 from entrain_opt.runtime.trained import ParameterGroup, check_groups, optimizer_groups
 from entrain_opt.spec.model import check_frozen
@@ -35,6 +36,7 @@ class MultimodalModule(pl.LightningModule):
             embedding before them does not either, and the head only if it is tied to it. Planned for as if they did.
         parameter_groups: parts with their own learning rate and weight decay; the rest takes the optimizer's.
         decay_norms_and_biases: whether weight decay applies to parameters of one dimension.
+        lora: adapters that train in place of a part's weights; needs the package peft.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MultimodalModule(pl.LightningModule):
         frozen_layers: dict[str, int] | None = None,
         parameter_groups: list[ParameterGroup] | None = None,
         decay_norms_and_biases: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         self.model_folder = model
@@ -57,6 +60,9 @@ class MultimodalModule(pl.LightningModule):
         self.frozen_layers = dict(frozen_layers or {})
         self.parameter_groups = tuple(parameter_groups or ())
         self.decay_norms_and_biases = decay_norms_and_biases
+        self.lora = lora
+        if lora is not None:
+            lora.check(self.frozen)
         check_groups(self.parameter_groups, self.frozen)
         self.rank_model: RankModel | None = None
 
@@ -84,7 +90,12 @@ class MultimodalModule(pl.LightningModule):
                 seed=self.seed,
                 dtype=dtype,
                 frozen_layers=self.frozen_layers,
+                lora=self.lora,
             )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.lora is not None:
+            checkpoint["lora_scale"] = self.lora.scale  # For export, which merges the adapters.
 
     def configure_optimizers(self) -> Any:
         assert self.rank_model is not None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
+from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapter, plain_name
 from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.recompute import layer_of, recompute_layers
 from entrain_opt.runtime.trained import check_frozen_layers, trains
@@ -73,8 +74,8 @@ class RankModel(nn.Module):
             self.masters = MasterWeights(dict(self.model.named_parameters()))
 
     def optimized_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank by name, each replaced by its master if it has one."""
-        return {name: self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
+        """All parameters of this rank by Hugging Face name, each replaced by its master if it has one."""
+        return {plain_name(name): self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """Trained parameters (or their masters) that a stage's backward pass reaches, by name; a tied one under its
@@ -147,6 +148,7 @@ def build_rank_model(
     seed: int,
     dtype: torch.dtype = torch.float32,
     frozen_layers: Mapping[str, int] | None = None,
+    lora: Lora | None = None,
 ) -> RankModel:
     """Build what one pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
 
@@ -157,6 +159,7 @@ def build_rank_model(
         seed: of the initial weights.
         dtype: of the parameters.
         frozen_layers: {module: how many of its first layers do not train}; their embedding does not train either.
+        lora: adapters, checked against what is frozen.
 
     Raises:
         RuntimeConfigError: unknown family or parameter, missing weights, or layers that the model does not have.
@@ -171,6 +174,9 @@ def build_rank_model(
         model = family.build()
     # What the plain model never trains (fixed position tables) is not trained here either.
     constant = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, family, lora)
     stages = plan.pipeline_shape.stages_of_rank(pipeline_rank)
     tied = family.tied()
     names = set()
@@ -183,8 +189,13 @@ def build_rank_model(
     tie(model, tied)
     if with_weights:
         load_safetensors(model, family, folder)
+    draw_adapters(dict(model.named_parameters()), seed)
+    adapted = () if lora is None else lora.parts
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trains(family.place(name), plan.frozen, frozen_layers) and name not in constant)
+        place = family.place(name)
+        beside_adapters = place.part in adapted and not is_adapter(name)
+        may_train = plain_name(name) not in constant and not beside_adapters
+        parameter.requires_grad_(trains(place, plan.frozen, frozen_layers) and may_train)
     recompute_layers(model, _recomputed_layers(model, family, plan))
     return RankModel(model, family, plan, stages)
 

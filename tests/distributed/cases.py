@@ -168,16 +168,19 @@ def run_model(model, reader, rows, *, groups=None, spec=None, training=True, pre
     return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "digest": batch.digest}
 
 
-def reference(folder, reader, rows, *, frozen=(), seed=7, precision="32-true"):
+def reference(folder, reader, rows, *, frozen=(), seed=7, precision="32-true", prepare=None, state=None):
     """Loss and gradients of the plain model, one sample at a time, token-weighted over the global batch.
 
-    Gradients of samples are summed in float32 under every precision.
+    Gradients of samples are summed in float32 under every precision. `prepare` changes the model before it takes
+    `state` in place of the weights that the seed draws.
     """
     from transformers import AutoConfig
 
     whole = build_rank_model(folder, make_plan(folder, SPLITS[1], frozen=frozen), 0, seed=seed)
-    state = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    state = state or {name: value.clone() for name, value in whole.model.state_dict().items()}
     model = LlavaForConditionalGeneration(AutoConfig.from_pretrained(folder))
+    if prepare is not None:
+        prepare(model)
     model.load_state_dict(state, strict=True)
     for name, parameter in model.named_parameters():
         if precision == "bf16-true":
