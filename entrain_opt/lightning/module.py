@@ -61,10 +61,14 @@ class MultimodalModule(pl.LightningModule):
         self.parameter_groups = tuple(parameter_groups or ())
         self.decay_norms_and_biases = decay_norms_and_biases
         self.lora = lora
-        if lora is not None:
-            lora.check(self.frozen)
-        check_groups(self.parameter_groups, self.frozen)
         self.rank_model: RankModel | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeConfigError for arguments without sense, before any process or solver starts."""
+        check_frozen(self.frozen)
+        check_groups(self.parameter_groups, self.frozen)
+        if self.lora is not None:
+            self.lora.check(self.frozen)
 
     @property
     def entrain(self) -> EntrainStrategy:
@@ -80,7 +84,7 @@ class MultimodalModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's stages; a second call changes nothing."""
         if self.rank_model is None:
-            check_frozen(self.frozen)
+            self.check()
             strategy = self.entrain
             dtype = torch.bfloat16 if strategy.precision_plugin.precision == "bf16-true" else torch.float32
             self.rank_model = build_rank_model(
@@ -116,6 +120,8 @@ class MultimodalModule(pl.LightningModule):
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
         runner = self.entrain.runner
+        assert self.rank_model is not None
+        self.rank_model.dropout_key.step = self.global_step
         metrics = runner.train(batch)
         batch_size = len(batch.sample_ids)
         tokens_per_second = batch.num_tokens / metrics.step_seconds

@@ -31,6 +31,7 @@ def check_parts(module: Any, data: Any) -> None:
                 f"{name}: EntrainStrategy expects a {expected.__name__}, found {type(value).__name__}. Pass "
                 f"entrain_opt.{expected.__name__} or a class derived from it to trainer.fit()."
             )
+    module.check()
     data.check()
 
 

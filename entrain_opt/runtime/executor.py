@@ -202,6 +202,8 @@ class PipelineExecutor:
         stage, microbatch, part = unit
         loss_share = torch.zeros((), device=batch.device, dtype=torch.float32)
         keep_graph = training and self.has_backward[stage]
+        module = self.model.plan.stages[stage].module
+        self.model.dropout_key.unit = (self.groups.replica, module, microbatch, part)
         with torch.set_grad_enabled(keep_graph):
             encoder = self.shape.encoder_of_stage(stage)
             if encoder is not None:

@@ -4,8 +4,8 @@ Adapters are put into the whole model on the meta device, before it is cut: they
 they belong to (`...q_proj.lora_A.default.weight`), so placement, recompute, messages, optimizer and checkpoints treat
 them like any other parameter. The weights around them keep their Hugging Face names in checkpoints.
 
-Promise: adapters depend on (seed, name) only, as weights do; the model starts as the one without adapters; export merges
-them. Price: planned for as if the whole part trained, so memory is overestimated.
+Promise: adapters depend on (seed, name) only, as weights do; the model starts as the one without adapters; export
+merges them. Price: planned for as if the whole part trained, so memory is overestimated.
 """
 
 from __future__ import annotations

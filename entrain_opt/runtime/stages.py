@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
+from entrain_opt.runtime.dropout import DropoutKey, seed_dropout
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
 from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapter, plain_name
 from entrain_opt.runtime.master import MasterWeights
@@ -64,6 +65,7 @@ class RankModel(nn.Module):
         self.stages = stages
         self.num_layers = family.num_layers()
         self.masters = MasterWeights({})
+        self.dropout_key = DropoutKey()
 
     def keep_masters(self) -> None:
         """Keep float32 masters of trained parameters in a shorter type; a second call changes nothing.
@@ -196,18 +198,22 @@ def build_rank_model(
         beside_adapters = place.part in adapted and not is_adapter(name)
         may_train = plain_name(name) not in constant and not beside_adapters
         parameter.requires_grad_(trains(place, plan.frozen, frozen_layers) and may_train)
-    recompute_layers(model, _recomputed_layers(model, family, plan))
-    return RankModel(model, family, plan, stages)
+    layers = _layers(model, family, plan)
+    recompute_layers(model, [name for name, recompute in layers.items() if recompute])
+    rank_model = RankModel(model, family, plan, stages)
+    rank_model.dropout_key.seed = seed
+    seed_dropout(model, layers, rank_model.dropout_key)
+    return rank_model
 
 
-def _recomputed_layers(model: nn.Module, family: Family, plan: Plan) -> list[str]:
-    """Names of the layers that the plan recomputes, of those that this rank holds."""
-    found = []
+def _layers(model: nn.Module, family: Family, plan: Plan) -> dict[str, bool]:
+    """The layers that this rank holds, by module name, and whether the plan recomputes each."""
+    found = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         place = family.place(name)
-        if isinstance(place.position, int) and plan.stages[stage_of(place, plan)].recompute:
-            found.append(layer_of(name))
-    return list(dict.fromkeys(found))
+        if isinstance(place.position, int):
+            found[layer_of(name)] = plan.stages[stage_of(place, plan)].recompute
+    return found
 
 
 def tied_stages(folder: str | Path, plan: Plan) -> tuple[int, ...]:

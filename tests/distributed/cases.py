@@ -22,15 +22,16 @@ IMAGE_ID = 3
 TILE_TOKENS = 4
 
 
-def write_model(folder, *, tied=False, vision_feature_layer=-1, text_layers=3, vision_layers=4):
+def write_model(folder, *, tied=False, vision_feature_layer=-1, text_layers=3, vision_layers=4, dropout=0.0):
     """Write the config of a model of a few thousand parameters."""
     vision = SiglipVisionConfig(
         hidden_size=24, intermediate_size=48, num_hidden_layers=vision_layers, num_attention_heads=2, image_size=28,
-        patch_size=14, vision_use_head=False,
+        patch_size=14, vision_use_head=False, attention_dropout=dropout,
     )  # fmt: skip
     text = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=text_layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=67, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0,
+        attention_dropout=dropout,
     )  # fmt: skip
     config = LlavaConfig(
         vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE_ID, tie_word_embeddings=tied,
@@ -138,7 +139,7 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True, precision="32-tru
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed, dtype)
     model = RankModel(shared.model, shared.family, plan, shared.stages)
-    model.masters = shared.masters
+    model.masters, model.dropout_key = shared.masters, shared.dropout_key
     return run_model(model, reader, rows, groups=groups, spec=spec, training=training, precision=precision)
 
 
