@@ -1,7 +1,7 @@
 """Dropout whose masks do not depend on which rank computes a layer.
 
-A layer with dropout draws from a generator seeded by (seed, step, replica, module, microbatch, part, layer), in place of
-whatever random numbers its process has used before. So loss and gradients are the same for every split of the layers
+A layer with dropout draws from a generator seeded by (seed, step, replica, module, microbatch, part, layer), in place
+of whatever random numbers its process has used before. So loss and gradients are the same for every split of the layers
 over stages and ranks, every schedule, with and without recompute, and after a resume.
 
 Limits: masks follow rows of a microbatch, so another assignment (other numbers of replicas or microbatches, another

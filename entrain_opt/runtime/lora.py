@@ -98,7 +98,7 @@ def add_adapters(model: nn.Module, family: Family, lora: Lora) -> None:
         raise RuntimeConfigError(
             f"lora.targets: {lora.parts} have the linear layers {sorted(leaves)}, found {unknown}."
         )
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found, lora_dropout=0.0, bias="none")  # type: ignore[arg-type]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found, lora_dropout=0.0, bias="none")
     inject_adapter_in_model(config, model)
 
 
