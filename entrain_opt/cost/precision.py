@@ -1,4 +1,6 @@
-"""Bytes per parameter and activation under each of Lightning's precisions. AdamW keeps two values per parameter."""
+"""Bytes per parameter and activation under each of Lightning's precisions. AdamW keeps two values per parameter, in
+float32 under each of them, because bf16-true updates float32 masters (runtime/master.py).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ class Precision:
         weight_bytes: a parameter, and what is computed in if there is no copy.
         copy_bytes: a parameter's copy in the compute type, made for each pass (autocast).
         gradient_bytes: a gradient.
-        optimizer_bytes: AdamW's state of one parameter.
+        optimizer_bytes: AdamW's state of one parameter, and its float32 master if there is one.
         activation_bytes: a value that a matrix product leaves for its backward.
         compute_bytes: a value that matrix products take.
     """
@@ -46,7 +48,8 @@ _PRECISIONS = {
     for precision in (
         _precision("32-true", 4, 0, 4, 8, 4),
         _precision("bf16-mixed", 4, 2, 4, 8, 2),
-        _precision("bf16-true", 2, 0, 2, 4, 2),
+        # float32 gradients, and a float32 master beside AdamW's two values.
+        _precision("bf16-true", 2, 0, 4, 12, 2),
     )
 }
 

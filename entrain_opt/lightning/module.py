@@ -15,7 +15,9 @@ from entrain_opt.lightning.iteration import StepMetrics
 from entrain_opt.lightning.strategy import EntrainStrategy
 from entrain_opt.runtime.batches import RankBatch
 from entrain_opt.runtime.emulation import StandInModel
+from entrain_opt.runtime.lora import Lora
 from entrain_opt.runtime.stages import RankModel, build_rank_model
+from entrain_opt.runtime.trained import ParameterGroup, check_groups, optimizer_groups
 from entrain_opt.spec.model import check_frozen
 
 
@@ -32,6 +34,11 @@ class MultimodalModule(pl.LightningModule):
         seed: of drawn weights; every plan starts from the same ones.
         optimizer: makes the optimizer from this rank's trained parameters.
         scheduler: makes the learning-rate scheduler, stepped once per global batch.
+        frozen_layers: how many of the first layers of `vision`, `llm` and so on do not train; the patch or token
+            embedding before them does not either, and the head only if it is tied to it. Planned for as if they did.
+        parameter_groups: parts with their own learning rate and weight decay; the rest takes the optimizer's.
+        decay_norms_and_biases: whether weight decay applies to parameters of one dimension.
+        lora: adapters that train in place of a part's weights; needs the package peft.
     """
 
     def __init__(
@@ -41,6 +48,10 @@ class MultimodalModule(pl.LightningModule):
         seed: int = 0,
         optimizer: OptimizerCallable = _adamw,
         scheduler: LRSchedulerCallable | None = None,
+        frozen_layers: dict[str, int] | None = None,
+        parameter_groups: list[ParameterGroup] | None = None,
+        decay_norms_and_biases: bool = False,
+        lora: Lora | None = None,
     ) -> None:
         super().__init__()
         self.model_folder = model
@@ -48,7 +59,18 @@ class MultimodalModule(pl.LightningModule):
         self.seed = seed
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self.frozen_layers = dict(frozen_layers or {})
+        self.parameter_groups = tuple(parameter_groups or ())
+        self.decay_norms_and_biases = decay_norms_and_biases
+        self.lora = lora
         self.rank_model: RankModel | None = None
+
+    def check(self) -> None:
+        """Raise RuntimeConfigError for arguments without sense, before any process or solver starts."""
+        check_frozen(self.frozen)
+        check_groups(self.parameter_groups, self.frozen)
+        if self.lora is not None:
+            self.lora.check(self.frozen)
 
     @property
     def entrain(self) -> EntrainStrategy:
@@ -64,7 +86,7 @@ class MultimodalModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build this rank's stages; a second call changes nothing."""
         if self.rank_model is None:
-            check_frozen(self.frozen)
+            self.check()
             strategy = self.entrain
             if strategy.rehearsal is not None:
                 stages = strategy.plan.pipeline_shape.stages_of_rank(strategy.groups.pipeline_rank)
@@ -72,14 +94,31 @@ class MultimodalModule(pl.LightningModule):
                 return
             dtype = torch.bfloat16 if strategy.precision_plugin.precision == "bf16-true" else torch.float32
             self.rank_model = build_rank_model(
-                self.model_folder, strategy.plan, strategy.groups.pipeline_rank, seed=self.seed, dtype=dtype
+                self.model_folder,
+                strategy.plan,
+                strategy.groups.pipeline_rank,
+                seed=self.seed,
+                dtype=dtype,
+                frozen_layers=self.frozen_layers,
+                lora=self.lora,
             )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.lora is not None:
+            checkpoint["lora_scale"] = self.lora.scale  # For export, which merges the adapters.
 
     def configure_optimizers(self) -> Any:
         assert self.rank_model is not None
-        parameters = [p for p in self.rank_model.parameters() if p.requires_grad]
-        # A rank that holds only frozen layers still has an optimizer, with an empty group.
-        optimizer = self.make_optimizer(parameters or [{"params": []}])
+        if self.entrain.rehearsal is not None:
+            return self.make_optimizer(self.rank_model.parameters())
+        # The same groups on every rank; a rank that holds only frozen layers has empty ones.
+        groups = optimizer_groups(
+            self.rank_model.optimized_parameters(),
+            self.rank_model.family,
+            self.parameter_groups,
+            decay_norms_and_biases=self.decay_norms_and_biases,
+        )
+        optimizer = self.make_optimizer(groups)
         if self.make_scheduler is None:
             return optimizer
         return {
@@ -89,6 +128,9 @@ class MultimodalModule(pl.LightningModule):
 
     def training_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
         runner, rehearsal = self.entrain.runner, self.entrain.rehearsal
+        if rehearsal is None:
+            assert self.rank_model is not None
+            self.rank_model.dropout_key.step = self.global_step
         metrics = runner.train(batch)
         values = step_values(metrics, batch, scale=1.0 if rehearsal is None else rehearsal.scale)
         batch_size = len(batch.sample_ids)

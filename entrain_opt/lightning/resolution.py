@@ -31,6 +31,7 @@ def check_parts(module: Any, data: Any, *, emulated: bool = False) -> None:
                 f"{name}: EntrainStrategy expects a {expected.__name__}, found {type(value).__name__}. Pass "
                 f"entrain_opt.{expected.__name__} or a class derived from it to trainer.fit()."
             )
+    module.check()
     data.check(emulated=emulated)
 
 
@@ -64,19 +65,13 @@ def resolve_run(
 def check_executable(plan: Plan) -> None:
     """Raise RuntimeConfigError if a plan asks for what the runtime does not execute, saying what to change.
 
-    Planning considers more than is executed: tensor parallelism and recompute.
+    Planning considers more than is executed: tensor parallelism.
     """
     if plan.degrees.tensor_degrees != (1,) * plan.degrees.pipeline:
         raise RuntimeConfigError(
             f"degrees.tensor: the runtime executes tensor degree 1 only, the plan has {plan.degrees.tensor}. Plan with "
             "tensor_degrees: [1], or set degrees.tensor to 1 in the plan file."
         )
-    for index, stage in enumerate(plan.stages):
-        if stage.recompute:
-            raise RuntimeConfigError(
-                f"stages[{index}].recompute: the runtime does not recompute activations yet. Plan with recompute: "
-                "never, or set it to false in the plan file where memory allows."
-            )
 
 
 def load_samples(

@@ -20,6 +20,7 @@ from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.lightning.emulation import Emulation, Rehearsal, rehearse
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
 from entrain_opt.lightning.iteration import IterationRunner
+from entrain_opt.lightning.precision import check_precision, plugin_of_stages
 from entrain_opt.lightning.resolution import load_samples, resolve_run
 from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
@@ -47,7 +48,8 @@ class EntrainStrategy(DDPStrategy):
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
         tensor_degrees: degrees of tensor parallelism to plan with; plans with more than 1 cannot be executed yet.
-        recompute: `never`, `search` or `always`; plans with recompute cannot be executed yet.
+        recompute: whether layers keep their input only and run forward again in the backward pass: `never`,
+            `search` (per module, where memory asks for it) or `always`.
         device: name of the device in the catalogue, a cluster file (`.yaml`), or a device described in place; None
             takes `cpu` on a CPU, and must be given on a GPU.
         memory_gib: what one rank may use; None takes the device's memory less a reserve.
@@ -184,6 +186,7 @@ class EntrainStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
+        self.precision_plugin = plugin_of_stages(self.precision_plugin)
         self._failures = FailureBoard(self.global_rank, self.world_size)
         trainer = self._module.trainer
         self._agree(lambda: check_trainer(trainer, emulated=self.emulate is not None))
@@ -210,9 +213,14 @@ class EntrainStrategy(DDPStrategy):
         if self.rehearsal is not None:
             assert isinstance(self._rank_model, StandInModel)
             executor = EmulatedExecutor(self._rank_model, self.groups, scale=self.rehearsal.scale)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._rank_model.keep_masters()
         self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite, executor=executor)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
+            for optimizer in self.optimizers:
+                optimizer.register_step_post_hook(lambda *_: self._rank_model.masters.write_back())
         self.setup_precision_plugin()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -319,11 +327,7 @@ def check_trainer(trainer: pl.Trainer, *, emulated: bool = False) -> None:
             f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "
             "global batch; make global_batch_size larger and set num_microbatches instead."
         )
-    if str(trainer.precision).startswith("16"):
-        raise RuntimeConfigError(
-            f"trainer.precision: {trainer.precision} needs one loss scale over all stages, which is not supported; use "
-            "bf16-mixed or 32-true."
-        )
+    check_precision(str(trainer.precision))
     if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm or "norm").lower().endswith(
         "value"
     ):

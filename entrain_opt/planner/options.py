@@ -27,8 +27,7 @@ class PlanOptions:
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by the user; None is searched.
         tensor_degrees: devices that may share a module's layers. The runtime executes 1 only, the default.
-        recompute: `never` (the runtime executes nothing else), `search` (per module, where memory asks for it) or
-            `always`.
+        recompute: `never`, `search` (per module, where memory asks for it) or `always`.
         device: a name from `ClusterSpec.devices()`, or that of `custom_device`.
         custom_device: a device that is not in the catalogue.
         memory_bytes: what one rank may use; None takes the device's memory less a reserve.

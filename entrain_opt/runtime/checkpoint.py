@@ -38,7 +38,7 @@ def _is_first_rank() -> bool:
 
 
 def _parameter_names(model: RankModel) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in model.model.named_parameters()}
+    return {id(parameter): name for name, parameter in model.optimized_parameters().items()}
 
 
 def save(
@@ -61,7 +61,7 @@ def save(
         plan: plain values of the plan, for the record.
     """
     names = _parameter_names(model)
-    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.model.named_parameters()}
+    tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.optimized_parameters().items()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -131,10 +131,17 @@ def load_tensors(path: Path, wanted: dict[str, Tensor]) -> None:
     dcp.load(wanted, checkpoint_id=path, no_dist=not dist.is_initialized())
 
 
+def _read(path: Path, name: str, stored: Mapping[str, Any]) -> Tensor:
+    tensor = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+    load_tensors(path, {name: tensor})
+    return tensor
+
+
 def load_model(path: Path, model: RankModel) -> None:
     """Read this rank's weights, whatever plan wrote them."""
     with torch.no_grad():
-        load_tensors(path, {f"model.{name}": p.data for name, p in model.model.named_parameters()})
+        load_tensors(path, {f"model.{name}": p.data for name, p in model.optimized_parameters().items()})
+    model.masters.write_back()
 
 
 def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer], meta: Mapping[str, Any]) -> None:
@@ -172,9 +179,10 @@ def export(path: Path, output: Path) -> None:
         RuntimeConfigError: the checkpoint is missing or lacks a parameter of the model, or the output exists.
     """
     from entrain_opt.runtime.families import read_family
+    from entrain_opt.runtime.lora import merge_adapters
     from entrain_opt.runtime.weights import materialize, tie
 
-    load_meta(path)
+    meta = load_meta(path)
     if output.exists() and any(output.iterdir()):
         raise RuntimeConfigError(f"export: expected an empty or new folder, found files in {output}.")
     family = read_family(path / _MODEL_FILES)
@@ -186,6 +194,10 @@ def export(path: Path, output: Path) -> None:
     tie(model, family.tied())
     with torch.no_grad():
         load_tensors(path, {f"model.{name}": p.data for name, p in model.named_parameters()})
+        if "lora_scale" in meta:
+            names = [name.removeprefix("model.") for name in stored if name.startswith("model.")]
+            weights = {name: p.data for name, p in model.named_parameters()}
+            merge_adapters(weights, names, meta["lora_scale"], lambda name: _read(path, f"model.{name}", stored))
     shutil.copytree(path / _MODEL_FILES, output, dirs_exist_ok=True)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(output)

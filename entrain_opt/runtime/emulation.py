@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError, TrainingError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.batches import RankBatch
+from entrain_opt.runtime.dropout import DropoutKey
 from entrain_opt.runtime.executor import Flight, IterationResult, PipelineExecutor, Unit
 from entrain_opt.runtime.gradients import GradientReducer
+from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.p2p import Mailbox, PipelineGroups
 from entrain_opt.runtime.rank_work import ActionSeconds
 from entrain_opt.runtime.stages import RankModel
@@ -45,6 +47,11 @@ class StandInModel(RankModel):
         self.plan = plan
         self.stages = stages
         self.number = nn.Parameter(torch.zeros(1))
+        self.masters = MasterWeights({})
+        self.dropout_key = DropoutKey()
+
+    def keep_masters(self) -> None:
+        """There are no weights to keep masters of."""
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
         return {}

@@ -95,7 +95,7 @@ class PipelineExecutor:
         device, dtype = batch.device, self._dtype
         mailbox = Mailbox(self.model.plan, self.groups, device)
         flight = Flight()
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), device=device, dtype=torch.float32)
         busy_seconds = 0.0
         started = time.perf_counter()
         for action in batch.actions if training else forward_only(batch.actions):
@@ -203,8 +203,10 @@ class PipelineExecutor:
     ) -> Tensor:
         """Run a forward and keep what its backward needs. Returns the unit's share of the loss."""
         stage, microbatch, part = unit
-        loss_share = torch.zeros((), device=batch.device)
+        loss_share = torch.zeros((), device=batch.device, dtype=torch.float32)
         keep_graph = training and self.has_backward[stage]
+        module = self.model.plan.stages[stage].module
+        self.model.dropout_key.unit = (self.groups.replica, module, microbatch, part)
         with torch.set_grad_enabled(keep_graph):
             encoder = self.shape.encoder_of_stage(stage)
             if encoder is not None:
@@ -246,30 +248,39 @@ class PipelineExecutor:
         """Run a whole backward."""
         output, inputs = flight.graphs.pop(unit)
         if output.requires_grad:
-            torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
+            with _own_types(output):
+                torch.autograd.backward(output, None if gradient is None else gradient.to(output.dtype))
         self._keep_input_gradients(inputs, flight)
 
     def _backward_input(self, unit: Unit, gradient: Tensor | None, flight: Flight) -> None:
-        """The part of a backward that upstream waits for; the rest stays pending."""
+        """The part of a backward that upstream waits for; the rest stays pending. With recompute: all of it."""
         output, inputs = flight.graphs.pop(unit)
-        leaves = [leaf for _, leaf in inputs if leaf.requires_grad]
+        whole = self.model.plan.stages[unit[0]].recompute
+        leaves = [] if whole else [leaf for _, leaf in inputs if leaf.requires_grad]
         gradient = None if gradient is None else gradient.to(output.dtype)
-        if output.requires_grad and leaves:
-            flight.weight_gradients[unit] = split_backward.start(output, gradient, leaves)
-        elif output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        with _own_types(output):
+            if output.requires_grad and leaves:
+                flight.weight_gradients[unit] = split_backward.start(output, gradient, leaves)
+            elif output.requires_grad:
+                torch.autograd.backward(output, gradient)
         self._keep_input_gradients(inputs, flight)
 
     def _backward_weight(self, unit: Unit, flight: Flight) -> None:
         """What `_backward_input` left for later."""
         if pending := flight.weight_gradients.pop(unit, None):
-            pending.finish()
+            with _own_types(pending.output):
+                pending.finish()
 
     def _keep_input_gradients(self, inputs: list[tuple[Unit, Tensor]], flight: Flight) -> None:
         """Keep the gradients for upstream units; zeros where the output did not depend on an input."""
         for source, leaf in inputs:
             if self.has_backward[source[0]]:
                 flight.gradients[source] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _own_types(output: Tensor) -> torch.autocast:
+    """Backward passes follow the types of their forward; autocast, if it is on around the step, must not cast again."""
+    return torch.autocast(output.device.type, enabled=False)
 
 
 def forward_only(actions: Sequence[Action]) -> list[Action]:

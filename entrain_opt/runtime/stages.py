@@ -6,6 +6,7 @@ its layer range, and a rank keeps the parameters of its stages under their origi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
+from entrain_opt.runtime.dropout import DropoutKey, seed_dropout
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
+from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapter, plain_name
+from entrain_opt.runtime.master import MasterWeights
+from entrain_opt.runtime.recompute import layer_of, recompute_layers
+from entrain_opt.runtime.trained import check_frozen_layers, trains
 from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
 
 
@@ -58,15 +64,31 @@ class RankModel(nn.Module):
         self.plan = plan
         self.stages = stages
         self.num_layers = family.num_layers()
+        self.masters = MasterWeights({})
+        self.dropout_key = DropoutKey()
+
+    def keep_masters(self) -> None:
+        """Keep float32 masters of trained parameters in a shorter type; a second call changes nothing.
+
+        To be called on the device, before the optimizer is made.
+        """
+        if not self.masters:
+            self.masters = MasterWeights(dict(self.model.named_parameters()))
+
+    def optimized_parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of this rank by Hugging Face name, each replaced by its master if it has one."""
+        return {plain_name(name): self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """Trained parameters that a stage's backward pass reaches, by name; a tied one under its owner's name."""
+        """Trained parameters (or their masters) that a stage's backward pass reaches, by name; a tied one under its
+        owner's name.
+        """
         family, plan, tied = self.family, self.plan, self.family.tied()
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             place = family.place(name)
             if parameter.requires_grad and place.position != UNUSED and stage_of(place, plan) == stage:
-                found[tied.get(name, name)] = parameter
+                found[tied.get(name, name)] = self.masters.of(parameter)
         return found
 
     def encode(self, stage: int, hidden: Tensor, unit: MediaUnit) -> Tensor:
@@ -121,7 +143,14 @@ def stage_of(place: Place, plan: Plan) -> int:
 
 
 def build_rank_model(
-    folder: str | Path, plan: Plan, pipeline_rank: int, *, seed: int, dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    plan: Plan,
+    pipeline_rank: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    frozen_layers: Mapping[str, int] | None = None,
+    lora: Lora | None = None,
 ) -> RankModel:
     """Build what one pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
 
@@ -131,18 +160,25 @@ def build_rank_model(
         pipeline_rank: rank within the replica.
         seed: of the initial weights.
         dtype: of the parameters.
+        frozen_layers: {module: how many of its first layers do not train}; their embedding does not train either.
+        lora: adapters, checked against what is frozen.
 
     Raises:
-        RuntimeConfigError: unknown family or parameter, or missing weights.
+        RuntimeConfigError: unknown family or parameter, missing weights, or layers that the model does not have.
         PlanError: the plan is for another model.
     """
     folder = Path(folder)
     family = read_family(folder)
     plan.check(num_layers=family.num_layers())
+    frozen_layers = frozen_layers or {}
+    check_frozen_layers(frozen_layers, family)
     with torch.device("meta"):
         model = family.build()
     # What the plain model never trains (fixed position tables) is not trained here either.
     constant = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if lora is not None:
+        with torch.device("meta"):
+            add_adapters(model, family, lora)
     stages = plan.pipeline_shape.stages_of_rank(pipeline_rank)
     tied = family.tied()
     names = set()
@@ -155,10 +191,29 @@ def build_rank_model(
     tie(model, tied)
     if with_weights:
         load_safetensors(model, family, folder)
+    draw_adapters(dict(model.named_parameters()), seed)
+    adapted = () if lora is None else lora.parts
     for name, parameter in model.named_parameters():
         place = family.place(name)
-        parameter.requires_grad_(place.part not in plan.frozen and name not in constant)
-    return RankModel(model, family, plan, stages)
+        beside_adapters = place.part in adapted and not is_adapter(name)
+        may_train = plain_name(name) not in constant and not beside_adapters
+        parameter.requires_grad_(trains(place, plan.frozen, frozen_layers) and may_train)
+    layers = _layers(model, family, plan)
+    recompute_layers(model, [name for name, recompute in layers.items() if recompute])
+    rank_model = RankModel(model, family, plan, stages)
+    rank_model.dropout_key.seed = seed
+    seed_dropout(model, layers, rank_model.dropout_key)
+    return rank_model
+
+
+def _layers(model: nn.Module, family: Family, plan: Plan) -> dict[str, bool]:
+    """The layers that this rank holds, by module name, and whether the plan recomputes each."""
+    found = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        place = family.place(name)
+        if isinstance(place.position, int):
+            found[layer_of(name)] = plan.stages[stage_of(place, plan)].recompute
+    return found
 
 
 def tied_stages(folder: str | Path, plan: Plan) -> tuple[int, ...]:

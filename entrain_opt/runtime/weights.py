@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families import Family
+from entrain_opt.runtime.lora import is_adapter, plain_name
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -43,17 +44,20 @@ def materialize(model: nn.Module, removed: set[str], *, seed: int | None, dtype:
         model: after `keep_only`.
         removed: what `keep_only` returned.
         seed: of the parameters; None leaves them undefined (they will be loaded) and sets the buffers only.
-        dtype: of the parameters.
+        dtype: of the parameters; they are drawn in float32 and rounded, so that runs differ by rounding alone.
     """
+    drawn = dtype if seed is None else torch.float32
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         module, leaf = _parent(model, name)
-        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu")))
+        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=drawn, device="cpu")))
     persistent = set(model.state_dict())
     for name, buffer in list(model.named_buffers()):
         module, leaf = _parent(model, name)
         empty = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
         module.register_buffer(leaf, empty, persistent=name in persistent)
     _initialize(model, removed, seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
@@ -74,7 +78,8 @@ def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
         is_part = name in incomplete and (name in lost or not list(module.parameters(recurse=False)))
         if is_part or (seed is None and not list(module.buffers(recurse=False))):
             return
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1)
+        drawn_as = plain_name(f"{name}.").removesuffix(".")
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{drawn_as}".encode()).digest()[:8], "little") >> 1)
         owner._init_weights(module)
 
     assert isinstance(model, PreTrainedModel)
@@ -103,7 +108,7 @@ def load_safetensors(model: nn.Module, family: Family, folder: Path) -> None:
         RuntimeConfigError: a parameter is missing or has another shape.
     """
     files = _weight_files(folder)
-    wanted = dict(model.named_parameters())
+    wanted = {plain_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
         with torch.no_grad():
             wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))

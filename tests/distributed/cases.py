@@ -22,15 +22,16 @@ IMAGE_ID = 3
 TILE_TOKENS = 4
 
 
-def write_model(folder, *, tied=False, vision_feature_layer=-1, text_layers=3, vision_layers=4):
+def write_model(folder, *, tied=False, vision_feature_layer=-1, text_layers=3, vision_layers=4, dropout=0.0):
     """Write the config of a model of a few thousand parameters."""
     vision = SiglipVisionConfig(
         hidden_size=24, intermediate_size=48, num_hidden_layers=vision_layers, num_attention_heads=2, image_size=28,
-        patch_size=14, vision_use_head=False,
+        patch_size=14, vision_use_head=False, attention_dropout=dropout,
     )  # fmt: skip
     text = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=text_layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=67, max_position_embeddings=512, tie_word_embeddings=tied, pad_token_id=0,
+        attention_dropout=dropout,
     )  # fmt: skip
     config = LlavaConfig(
         vision_config=vision.to_dict(), text_config=text.to_dict(), image_token_id=IMAGE_ID, tie_word_embeddings=tied,
@@ -98,8 +99,12 @@ SPLITS = {
 }  # fmt: skip
 
 
-def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="1f1b", num_microbatches=4, **fields):
-    stages = tuple(StagePlan(module=m, layers=layers, rank=rank) for m, layers, rank in split)
+def make_plan(
+    folder, split, *, data=1, frozen=(), policy="pairwise", schedule="1f1b", num_microbatches=4, recompute=(), **fields
+):
+    stages = tuple(
+        StagePlan(module=m, layers=layers, rank=rank, recompute=m in recompute) for m, layers, rank in split
+    )  # fmt: skip
     return Plan(
         model=str(folder),
         degrees=ParallelDegrees(data=data, pipeline=1 + max(stage.rank for stage in stages)),
@@ -114,24 +119,37 @@ def make_plan(folder, split, *, data=1, frozen=(), policy="pairwise", schedule="
 
 
 @lru_cache
-def rank_state(folder, stages, degrees, frozen, seed):
+def rank_state(folder, stages, degrees, frozen, seed, dtype=torch.float32):
     """Groups and stages of this rank; plans that differ in policy or schedule only share them."""
     plan = Plan(
         model=folder, degrees=degrees, stages=stages, global_batch_size=8, num_microbatches=1, frozen=frozen
     )  # fmt: skip
     groups = make_groups(plan, tied_stages=tied_stages(folder, plan))
+    model = build_rank_model(folder, plan, groups.pipeline_rank, seed=seed, dtype=dtype)
+    model.keep_masters()
     return (
         groups,
-        build_rank_model(folder, plan, groups.pipeline_rank, seed=seed),
+        model,
         ModelSpec.from_pretrained(folder, frozen=frozen),
     )
 
 
-def run_pipeline(plan, reader, rows, *, seed=7, training=True):
+def run_pipeline(plan, reader, rows, *, seed=7, training=True, precision="32-true"):
     """Run one iteration on this rank. Returns its loss share, gradients by name, global norm, and rank batch."""
-    groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed, dtype)
     model = RankModel(shared.model, shared.family, plan, shared.stages)
-    model.zero_grad()
+    model.masters, model.dropout_key = shared.masters, shared.dropout_key
+    return run_model(model, reader, rows, groups=groups, spec=spec, training=training, precision=precision)
+
+
+def run_model(model, reader, rows, *, groups=None, spec=None, training=True, precision="32-true"):
+    """Run one iteration of a rank model; see `run_pipeline`."""
+    plan = model.plan
+    groups = groups or make_groups(plan)
+    spec = spec or ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
+    for parameter in model.optimized_parameters().values():
+        parameter.grad = None
     builder = RankBatchBuilder(
         samples=reader.table(),
         reader=reader,
@@ -143,38 +161,54 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True):
     )
     batch = builder.build(rows)
     reducer = GradientReducer(model, groups)
-    result = PipelineExecutor(model, groups, reducer).run(batch, training=training)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        result = PipelineExecutor(model, groups, reducer).run(batch, training=training)
     norm = float(reducer.global_norm()) if training else 0.0
-    gradients = {name: p.grad.numpy().copy() for name, p in model.model.named_parameters() if p.grad is not None}
+    optimized = model.optimized_parameters()
+    gradients = {name: p.grad.numpy().copy() for name, p in optimized.items() if p.grad is not None}
     return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "agreement": batch.agreement}
 
 
-def reference(folder, reader, rows, *, frozen=(), seed=7):
-    """Loss and gradients of the plain model, one sample at a time, token-weighted over the global batch."""
+def reference(folder, reader, rows, *, frozen=(), seed=7, precision="32-true", prepare=None, state=None):
+    """Loss and gradients of the plain model, one sample at a time, token-weighted over the global batch.
+
+    Gradients of samples are summed in float32 under every precision. `prepare` changes the model before it takes
+    `state` in place of the weights that the seed draws.
+    """
     from transformers import AutoConfig
 
     whole = build_rank_model(folder, make_plan(folder, SPLITS[1], frozen=frozen), 0, seed=seed)
-    state = {name: value.clone() for name, value in whole.model.state_dict().items()}
+    state = state or {name: value.clone() for name, value in whole.model.state_dict().items()}
     model = LlavaForConditionalGeneration(AutoConfig.from_pretrained(folder))
+    if prepare is not None:
+        prepare(model)
     model.load_state_dict(state, strict=True)
     for name, parameter in model.named_parameters():
+        if precision == "bf16-true":
+            parameter.data = parameter.data.bfloat16()
         parameter.requires_grad_(whole.family.place(name).part not in frozen)
+    gradients = {}
     texts = [reader.text(row) for row in rows]
     total = sum((t.label_ids != -100).sum() for t in texts)
     loss = 0.0
     for row, text in zip(rows, texts, strict=True):
         tiles = [reader.pixels(row, item) for item in range(len(reader.tiles[row]))]
-        share = model(
-            input_ids=torch.from_numpy(text.input_ids)[None],
-            pixel_values=torch.cat(tiles) if tiles else None,
-            labels=torch.from_numpy(text.label_ids)[None],
-            shift_labels=torch.from_numpy(text.label_ids)[None],
-            num_items_in_batch=int(total),
-        ).loss
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            share = model(
+                input_ids=torch.from_numpy(text.input_ids)[None],
+                pixel_values=torch.cat(tiles) if tiles else None,
+                labels=torch.from_numpy(text.label_ids)[None],
+                shift_labels=torch.from_numpy(text.label_ids)[None],
+                num_items_in_batch=int(total),
+            ).loss
         if share.requires_grad:
             share.backward()
         loss += share.item()
-    return loss, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, 0) + parameter.grad.float().numpy()
+                parameter.grad = None
+    return loss, gradients
 
 
 def relative_error(found, expected):

@@ -22,12 +22,13 @@ class Case:
     tied: bool = False
     vision_feature_layer: int = -1
     num_microbatches: int = 4
+    recompute: tuple = ()
     fields: dict = field(default_factory=dict)
 
     def plan(self, folder):
         return make_plan(
             folder, self.split, data=self.data, frozen=self.frozen, policy=self.policy, schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
+            num_microbatches=self.num_microbatches, recompute=self.recompute,
         )  # fmt: skip
 
 
@@ -88,6 +89,9 @@ def special_cases(split):
         Case(split, schedule="zero_bubble", tied=True),
         Case(split, schedule="search"),
         Case(split, schedule="search", frozen=("vision_tower",)),
+        Case(split, recompute=("vision", "llm")),
+        Case(split, recompute=("llm",), frozen=("vision_tower", "language_model")),
+        Case(split, recompute=("vision",), schedule="zero_bubble", tied=True),
     ]
 
 

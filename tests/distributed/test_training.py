@@ -84,10 +84,10 @@ def test_clipping_and_tied_weights_follow_the_plain_model(tmp_path):
 
 
 def poison(plan, policy):
-    """A NaN on the last stage only: what every rank does."""
+    """A NaN on the last stage of the last replica only: what every rank does."""
     run = Run(plan, nonfinite=policy)
     before = run.weights()
-    if run.model.stages[-1] == len(plan.stages) - 1:
+    if run.model.stages[-1] == len(plan.stages) - 1 and run.groups.replica == plan.degrees.data - 1:
         with torch.no_grad():
             dict(run.model.model.named_parameters())["lm_head.weight"][5, 5] = float("nan")
     try:
@@ -99,12 +99,14 @@ def poison(plan, policy):
     return skipped, changed
 
 
-def test_a_value_that_is_not_finite_is_noticed_by_every_rank(tmp_path):
-    folder = write_model(tmp_path / "plain")
-    for kind, message in run_ranks(poison, 2, make_plan(folder, SPLITS[2]), "error"):
+@pytest.mark.parametrize(("split", "data"), [(1, 1), (2, 1), (1, 2)])
+def test_a_value_that_is_not_finite_is_noticed_by_every_rank(tmp_path, split, data):
+    plan = make_plan(write_model(tmp_path / "plain"), SPLITS[split], data=data)
+    world_size = plan.degrees.pipeline * data
+    for kind, message in run_ranks(poison, world_size, plan, "error"):
         assert kind == "error"
         assert "s0" in message
-    for skipped, changed in run_ranks(poison, 2, make_plan(folder, SPLITS[2]), "skip"):
+    for skipped, changed in run_ranks(poison, world_size, plan, "skip"):
         assert skipped
         assert changed == []
 
