@@ -54,6 +54,7 @@ class IterationRunner:
         self.executor = PipelineExecutor(model, groups, self.reducer)
         self.nonfinite = nonfinite
         self.skipped_steps = 0
+        self._waits = groups.waits
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._norm = 0.0
         self._last_end = 0.0
@@ -70,7 +71,7 @@ class IterationRunner:
         for parameter in parameters:
             parameter.grad = None
         result = self.executor.run(batch, training=True)
-        summed = _sum_over_ranks(
+        summed = self._sum_over_ranks(
             [
                 result.loss,
                 result.busy_seconds,
@@ -107,7 +108,7 @@ class IterationRunner:
         self._check_agreement(batch)
         with torch.no_grad():
             result = self.executor.run(batch, training=False)
-        return _sum_over_ranks([result.loss], batch.device)[0].float()
+        return self._sum_over_ranks([result.loss], batch.device)[0].float()
 
     def restore_gradients(self) -> None:
         """Put the gradients of the last `train` on the parameters."""
@@ -124,7 +125,8 @@ class IterationRunner:
         if not dist.is_initialized():
             return
         extremes = torch.tensor([batch.digest, -batch.digest], dtype=torch.int64, device=batch.device)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        with self._waits.on("every rank to begin this step"):
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         if int(extremes[0]) != -int(extremes[1]):
             raise TrainingError(
                 "ranks disagree on the samples or the assignment of this step. Every rank must see the same dataset, "
@@ -143,9 +145,9 @@ class IterationRunner:
         self.skipped_steps += 1
         return True
 
-
-def _sum_over_ranks(values: list[Tensor | float], device: torch.device) -> Tensor:
-    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
-    if dist.is_initialized():
-        dist.all_reduce(vector)
-    return vector
+    def _sum_over_ranks(self, values: list[Tensor | float], device: torch.device) -> Tensor:
+        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        if dist.is_initialized():
+            with self._waits.on("every rank to finish this step"):
+                dist.all_reduce(vector)
+        return vector

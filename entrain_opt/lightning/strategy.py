@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +27,7 @@ from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
 from entrain_opt.runtime.stages import RankModel, tied_stages
+from entrain_opt.runtime.waiting import PeerLost, WaitLog
 from entrain_opt.units import GIB
 from entrain_opt.workload.samples import SampleTable
 
@@ -52,7 +54,8 @@ class EntrainStrategy(DDPStrategy):
         seed: of the solver.
         solver_workers: threads of the solver, 1 or 2; the plan does not depend on it.
         nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
-        timeout_seconds: of a message between ranks.
+        timeout_seconds: of a message between ranks; the run ends when one takes longer.
+        watchdog_seconds: a wait for another rank of this length is reported, with what it waits for.
         cache_dir: for indexes, measured costs and plans.
     """
 
@@ -77,9 +80,12 @@ class EntrainStrategy(DDPStrategy):
         solver_workers: int = 1,
         nonfinite: str = "error",
         timeout_seconds: float = 1800.0,
+        watchdog_seconds: float = 60.0,
         cache_dir: str = "runs/cache",
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        self.timeout_seconds = timeout_seconds
+        self.watchdog_seconds = watchdog_seconds
         self.plan_source = plan
         self.nonfinite = nonfinite
         self.cache_dir = cache_dir
@@ -166,7 +172,14 @@ class EntrainStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._failures = FailureBoard(self.global_rank, self.world_size)
+        waits = WaitLog()
+        self._failures = FailureBoard(
+            self.global_rank,
+            self.world_size,
+            waits=waits,
+            watchdog_seconds=self.watchdog_seconds,
+            end_children=self._end_children,
+        )
         trainer = self._module.trainer
         self._agree(lambda: check_trainer(trainer))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
@@ -174,7 +187,12 @@ class EntrainStrategy(DDPStrategy):
         dist.broadcast_object_list(content, src=0)
         assert content[0] is not None
         self._resolution = found or self._resolution_of(*content[0])
-        self._groups = make_groups(self.plan, tied_stages=tied_stages(self._module.model_folder, self.plan))
+        groups = make_groups(
+            self.plan,
+            tied_stages=tied_stages(self._module.model_folder, self.plan),
+            timeout_seconds=self.timeout_seconds,
+        )
+        self._groups = replace(groups, waits=waits)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -243,17 +261,25 @@ class EntrainStrategy(DDPStrategy):
         """
         reason = None
         if self._failures is not None:
-            if isinstance(exception, Exception) and not isinstance(exception, EntrainError):
+            # A lost connection shows as a RuntimeError where PyTorch or Lightning waits for the others.
+            if isinstance(exception, (PeerLost, RuntimeError)):
                 reason = self._failures.reason()
             if reason is None:
                 self._failures.tell(exception)
+        self._end_children()
+        if reason is not None:
+            waited = f" {exception}" if isinstance(exception, PeerLost) else ""
+            raise PeerFailure(f"stopped because another rank failed first. {reason}.{waited}") from exception
+
+    def _end_children(self) -> None:
+        """End the processes that this one started; none under torchrun or SLURM."""
         if self.launcher is not None and hasattr(self.launcher, "kill"):
             self.launcher.kill(signal.SIGKILL)
-        if reason is not None:
-            raise PeerFailure(f"stopped because another rank failed first. {reason}") from exception
 
     def teardown(self) -> None:
         self._runner = None
+        if self._failures is not None:
+            self._failures.close()
         super().teardown()
 
     def _agree(self, work: Any) -> Any:
