@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
+import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,6 +26,8 @@ from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
+from entrain_opt.runtime.checkpoint_files import find
+from entrain_opt.runtime.checkpoint_writer import CheckpointWriter
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
 from entrain_opt.runtime.stages import RankModel, tied_stages
 from entrain_opt.runtime.waiting import PeerLost, WaitLog
@@ -56,6 +59,7 @@ class EntrainStrategy(DDPStrategy):
         nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
         timeout_seconds: of a message between ranks; the run ends when one takes longer.
         watchdog_seconds: a wait for another rank of this length is reported, with what it waits for.
+        async_checkpoints: write checkpoints in the background, from a copy in host memory.
         cache_dir: for indexes, measured costs and plans.
     """
 
@@ -81,6 +85,7 @@ class EntrainStrategy(DDPStrategy):
         nonfinite: str = "error",
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 60.0,
+        async_checkpoints: bool = False,
         cache_dir: str = "runs/cache",
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
@@ -88,6 +93,7 @@ class EntrainStrategy(DDPStrategy):
         self.watchdog_seconds = watchdog_seconds
         self.plan_source = plan
         self.nonfinite = nonfinite
+        self.async_checkpoints = async_checkpoints
         self.cache_dir = cache_dir
         self._option_values: dict[str, Any] = {
             "policy": policy,
@@ -109,6 +115,7 @@ class EntrainStrategy(DDPStrategy):
         self._groups: PipelineGroups | None = None
         self._runner: IterationRunner | None = None
         self._failures: FailureBoard | None = None
+        self._writer: CheckpointWriter | None = None
 
     # What the module and data module ask for.
 
@@ -149,6 +156,16 @@ class EntrainStrategy(DDPStrategy):
         if self._runner is None:
             raise RuntimeError("EntrainStrategy.runner exists once EntrainStrategy.setup() has run.")
         return self._runner
+
+    @property
+    def writer(self) -> CheckpointWriter:
+        if self._writer is None:
+            raise RuntimeError("EntrainStrategy.writer exists once EntrainStrategy.setup() has run.")
+        return self._writer
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self.writer.check()
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     @property
     def _module(self) -> MultimodalModule:
@@ -200,6 +217,7 @@ class EntrainStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self._writer = CheckpointWriter(background=self.async_checkpoints)
         self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -225,17 +243,22 @@ class EntrainStrategy(DDPStrategy):
         return {}  # Written by `save_checkpoint`, by Hugging Face name.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        checkpoints.save(
-            Path(filepath),
-            self._rank_model,
-            self.optimizers,
-            meta=checkpoint,
-            model_folder=Path(self._module.model_folder),
-            plan=to_plain(self.plan),
-        )
+        with self.groups.waits.on(f"every rank to write its part of checkpoint {filepath}"):
+            self.writer.wait()
+            snapshot = checkpoints.take_snapshot(
+                self._rank_model,
+                self.optimizers,
+                meta=checkpoint,
+                model_folder=Path(self._module.model_folder),
+                plan=to_plain(self.plan),
+                copy=self.writer.background,
+            )
+            self.writer.save(Path(filepath), snapshot)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._checkpoint_path = Path(checkpoint_path)
+        if self._writer is not None:
+            self._writer.wait()
+        self._checkpoint_path = find(Path(checkpoint_path))
         return checkpoints.load_meta(self._checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -251,7 +274,7 @@ class EntrainStrategy(DDPStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            self.writer.remove(Path(filepath))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why, end the processes that this one started, and name a peer that failed first.
@@ -278,6 +301,10 @@ class EntrainStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self._runner = None
+        if self._writer is not None and self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            with self.groups.waits.on("every rank to write its part of the last checkpoint"):
+                self._writer.wait()
+        self._writer = None
         if self._failures is not None:
             self._failures.close()
         super().teardown()
