@@ -45,6 +45,10 @@ class IterationRunner:
         model: this rank's stages.
         groups: its process groups.
         nonfinite: what to do with a loss or gradient that is not finite: `error`, or `skip` the step and count it.
+
+    Attributes:
+        stop_requested: this rank was told to end; may be set from a signal handler.
+        stopping: every rank knows that one was, as of the last iteration.
     """
 
     def __init__(self, model: RankModel, groups: PipelineGroups, *, nonfinite: str = "error") -> None:
@@ -54,6 +58,8 @@ class IterationRunner:
         self.executor = PipelineExecutor(model, groups, self.reducer)
         self.nonfinite = nonfinite
         self.skipped_steps = 0
+        self.stop_requested = False
+        self.stopping = False
         self._waits = groups.waits
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._norm = 0.0
@@ -146,8 +152,10 @@ class IterationRunner:
         return True
 
     def _sum_over_ranks(self, values: list[Tensor | float], device: torch.device) -> Tensor:
+        values = [*values, float(self.stop_requested)]
         vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
         if dist.is_initialized():
             with self._waits.on("every rank to finish this step"):
                 dist.all_reduce(vector)
-        return vector
+        self.stopping = self.stopping or bool(vector[-1] > 0)
+        return vector[:-1]

@@ -21,6 +21,7 @@ from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
 from entrain_opt.lightning.iteration import IterationRunner
+from entrain_opt.lightning.preemption import Preempted, PreemptionGuard
 from entrain_opt.lightning.resolution import load_samples, resolve_run
 from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
@@ -198,6 +199,9 @@ class EntrainStrategy(DDPStrategy):
             end_children=self._end_children,
         )
         trainer = self._module.trainer
+        if not any(isinstance(callback, PreemptionGuard) for callback in trainer.callbacks):
+            # First, so that it saves before another callback ends the step.
+            trainer.callbacks.insert(0, PreemptionGuard(self))
         self._agree(lambda: check_trainer(trainer))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]
@@ -282,6 +286,8 @@ class EntrainStrategy(DDPStrategy):
         Raises:
             PeerFailure: this rank only lost the connection to a rank that failed; the message has that rank's error.
         """
+        if isinstance(exception, Preempted):
+            return  # Every rank ends at the same point, by itself.
         reason = None
         if self._failures is not None:
             # A lost connection shows as a RuntimeError where PyTorch or Lightning waits for the others.
