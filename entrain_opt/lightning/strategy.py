@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
+from entrain_opt.lightning.flags import check_flags, check_loader
 from entrain_opt.lightning.iteration import IterationRunner
 from entrain_opt.lightning.preemption import Preempted, PreemptionGuard
 from entrain_opt.lightning.resolution import load_samples, resolve_run
@@ -164,6 +165,10 @@ class EntrainStrategy(DDPStrategy):
             raise RuntimeError("EntrainStrategy.writer exists once EntrainStrategy.setup() has run.")
         return self._writer
 
+    def process_dataloader(self, dataloader: object) -> object:
+        check_loader(dataloader)
+        return dataloader
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self.writer.check()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -251,7 +256,7 @@ class EntrainStrategy(DDPStrategy):
             self.writer.wait()
             snapshot = checkpoints.take_snapshot(
                 self._rank_model,
-                self.optimizers,
+                self.optimizers if "optimizer_states" in checkpoint else [],
                 meta=checkpoint,
                 model_folder=Path(self._module.model_folder),
                 plan=to_plain(self.plan),
@@ -338,6 +343,7 @@ class EntrainStrategy(DDPStrategy):
 
 def check_trainer(trainer: pl.Trainer) -> None:
     """Raise RuntimeConfigError for trainer settings that would silently do something else than they say."""
+    check_flags(trainer, trainer.strategy)
     if trainer.accumulate_grad_batches != 1:
         raise RuntimeConfigError(
             f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "

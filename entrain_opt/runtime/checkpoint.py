@@ -201,6 +201,11 @@ def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer
     """
     stored, names = _stored(path), _parameter_names(model)
     saved_groups = meta["entrain"]["optimizer_groups"]
+    if optimizers and not saved_groups:
+        raise CheckpointError(
+            f"checkpoint {path}: holds weights only (save_weights_only), so training cannot go on from it. Export it "
+            "and start from that folder, or use a whole checkpoint."
+        )
     if len(saved_groups) != len(optimizers) or any(
         len(groups) != len(optimizer.param_groups) for groups, optimizer in zip(saved_groups, optimizers, strict=False)
     ):
