@@ -149,7 +149,9 @@ class FailureBoard:
             _say(f"{_words(failure)}. Rank {self._rank} {self._waits.describe()}.")
         if self._closed.wait(GRACE_SECONDS):
             return
-        _say(f"stopped because another rank failed first. {_words(failure)}. Rank {self._rank} {self._waits.describe()}.")
+        _say(
+            f"stopped because another rank failed first. {_words(failure)}. Rank {self._rank} {self._waits.describe()}."
+        )
         self._end_children()
         os._exit(1)
 

@@ -12,7 +12,6 @@ import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.plugins.io import TorchCheckpointIO
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer.states import TrainerFn
 
 from entrain_opt.errors import RuntimeConfigError
 
@@ -29,11 +28,6 @@ _CALLBACKS: dict[type, str] = {
 
 def check_flags(trainer: pl.Trainer, strategy: Strategy) -> None:
     """Raise RuntimeConfigError that names the first flag or callback that cannot work, why, and what to do."""
-    if trainer.state.fn in (TrainerFn.TESTING, TrainerFn.PREDICTING):
-        raise RuntimeConfigError(
-            f"trainer.{trainer.state.fn.value}: EntrainStrategy fits and validates. Use `validate` with "
-            "data.validation_dataset, or `entrain export` and Transformers for generation."
-        )
     if trainer.overfit_batches:
         raise RuntimeConfigError(
             f"trainer.overfit_batches: expected 0, found {trainer.overfit_batches}: it replaces the sampler of global "
@@ -59,6 +53,8 @@ def check_loader(loader: Any) -> None:
     """Raise RuntimeConfigError for a loader that is not that of `MultimodalDataModule`."""
     from entrain_opt.lightning.datamodule import GlobalBatchDataset, GlobalBatchSampler
 
+    if isinstance(loader, list) and not loader:
+        return  # No validation data.
     dataset, sampler = getattr(loader, "dataset", None), getattr(loader, "sampler", None)
     if not isinstance(dataset, GlobalBatchDataset) or not isinstance(sampler, GlobalBatchSampler):
         raise RuntimeConfigError(

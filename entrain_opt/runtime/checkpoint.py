@@ -113,9 +113,15 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
         scratch.mkdir(parents=True)
         torch.save(snapshot.notes, scratch / _META)
         shutil.copytree(
-            snapshot.model_folder, scratch / _MODEL_FILES, ignore=shutil.ignore_patterns(*_WEIGHTS), copy_function=shutil.copy
+            snapshot.model_folder,
+            scratch / _MODEL_FILES,
+            ignore=shutil.ignore_patterns(*_WEIGHTS),
+            copy_function=shutil.copy,
         )
-        return [_META, *(str(item.relative_to(scratch)) for item in (scratch / _MODEL_FILES).rglob("*") if item.is_file())]
+        return [
+            _META,
+            *(str(item.relative_to(scratch)) for item in (scratch / _MODEL_FILES).rglob("*") if item.is_file()),
+        ]
 
     def write_tensors() -> None:
         try:

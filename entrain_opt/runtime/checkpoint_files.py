@@ -164,7 +164,9 @@ def _fault(path: Path, first: int = 0, step: int = 1, *, sizes_only: bool = Fals
         if not file.is_file():
             return f"checkpoint {path}: {name} is missing."
         if file.stat().st_size != expected["bytes"]:
-            return f"checkpoint {path}: {name} has {file.stat().st_size} bytes, expected {expected['bytes']}; it was cut."
+            return (
+                f"checkpoint {path}: {name} has {file.stat().st_size} bytes, expected {expected['bytes']}; it was cut."
+            )
         if not sizes_only and position % step == first and _checksum(file) != expected["crc32"]:
             return f"checkpoint {path}: {name} is damaged: its content differs from what was written."
     return None

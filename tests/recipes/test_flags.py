@@ -54,7 +54,7 @@ class Seen(callbacks.Callback):
             self.validation.append(self.train)
 
 
-def test_validation_logger_checkpoint_of_the_best_and_early_stopping(folder, capsys):
+def test_validation_logger_checkpoint_of_the_best_and_early_stopping(folder):
     seen, root = Seen(), folder / "best"
     best = callbacks.ModelCheckpoint(root / "best", monitor="validation_loss", save_top_k=1, filename="{step}")
     stop = callbacks.EarlyStopping("validation_loss", min_delta=1e9, patience=1, check_on_train_epoch_end=False)
@@ -72,8 +72,8 @@ def test_validation_logger_checkpoint_of_the_best_and_early_stopping(folder, cap
     log = (root / "lightning_logs" / "version_0" / "metrics.csv").read_text()
     assert "validation_loss" in log
     assert "gradient_norm" in log
-    assert "run_training_batch" in capsys.readouterr().out
-    # Clipped to nothing: Adam's own step size is what is left, so compare with plain validation of the best.
+    assert any("run_training_batch" in name for name in trainer.profiler.recorded_durations)
+    # The checkpoint holds the weights that gave its score.
     found = run(root, command="validate", ckpt_path=best.best_model_path, limit_val_batches=2)
     assert float(found.callback_metrics["validation_loss"]) == pytest.approx(float(best.best_model_score), rel=1e-5)
 
@@ -110,6 +110,4 @@ def test_what_cannot_work_is_refused_before_anything_starts(folder):
     for flags, named in (({"overfit_batches": 1}, "overfit_batches"), ({"accumulate_grad_batches": 2}, "accumulate")):
         with pytest.raises(RuntimeConfigError, match=named):
             run(folder / "refused", callbacks=[seen], **flags)
-    with pytest.raises(RuntimeConfigError, match="validate"):
-        run(folder / "refused", command="test", callbacks=[seen])
     assert (seen.train, seen.sanity) == (0, 0)
