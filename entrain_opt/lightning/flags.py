@@ -1,7 +1,7 @@
 """Trainer flags and callbacks that would silently do something else under this strategy, refused before a run starts.
 
-A step is one global batch cut over many ranks, each rank holds a part of the model, and the gradients of a step are made
-in one piece. Whatever assumes a whole model on every rank, or several batches in a step, cannot keep its word.
+A step is one global batch cut over many ranks, each rank holds a part of the model, and a step's gradients are made in
+one piece. Whatever assumes a whole model on every rank, or several batches in a step, cannot keep its word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _CALLBACKS: dict[type, str] = {
     callbacks.GradientAccumulationScheduler: "a step is one global batch; set data.global_batch_size.",
     callbacks.BatchSizeFinder: "the plan decides memory and microbatches; `entrain plan` shows what fits.",
     callbacks.LearningRateFinder: "it trains on a copy of the run; try learning rates in short runs of their own.",
-    callbacks.StochasticWeightAveraging: "it averages a whole model, each rank holds a part; average exported checkpoints.",
-    callbacks.WeightAveraging: "it averages a whole model, each rank holds a part; average exported checkpoints.",
+    callbacks.StochasticWeightAveraging: "it averages whole models, a rank holds a part; average exported checkpoints.",
+    callbacks.WeightAveraging: "it averages whole models, a rank holds a part; average exported checkpoints.",
     callbacks.ModelPruning: "it prunes a whole model, each rank holds a part.",
     callbacks.BaseFinetuning: "what is frozen decides the plan and cannot change in a run; set model.frozen.",
 }
@@ -28,9 +28,10 @@ _CALLBACKS: dict[type, str] = {
 
 def check_flags(trainer: pl.Trainer, strategy: Strategy) -> None:
     """Raise RuntimeConfigError that names the first flag or callback that cannot work, why, and what to do."""
-    if trainer.overfit_batches:
+    overfit = trainer.overfit_batches  # type: ignore[attr-defined]
+    if overfit:
         raise RuntimeConfigError(
-            f"trainer.overfit_batches: expected 0, found {trainer.overfit_batches}: it replaces the sampler of global "
+            f"trainer.overfit_batches: expected 0, found {overfit}: it replaces the sampler of global "
             "batches. Use trainer.limit_train_batches with data.shuffle: false, which repeats the first batches."
         )
     if getattr(strategy, "_layer_sync", None) is not None:

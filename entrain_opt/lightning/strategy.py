@@ -32,6 +32,7 @@ from entrain_opt.runtime.checkpoint_files import find
 from entrain_opt.runtime.checkpoint_writer import CheckpointWriter
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
 from entrain_opt.runtime.stages import RankModel, tied_stages
+from entrain_opt.runtime.unreadable import leave_out
 from entrain_opt.runtime.waiting import PeerLost, WaitLog
 from entrain_opt.units import GIB
 from entrain_opt.workload.samples import SampleTable
@@ -171,7 +172,7 @@ class EntrainStrategy(DDPStrategy):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self.writer.check()
-        return super().batch_to_device(batch, device, dataloader_idx)
+        return leave_out(super().batch_to_device(batch, device, dataloader_idx), self.groups.waits)
 
     @property
     def _module(self) -> MultimodalModule:
@@ -204,9 +205,10 @@ class EntrainStrategy(DDPStrategy):
             end_children=self._end_children,
         )
         trainer = self._module.trainer
-        if not any(isinstance(callback, PreemptionGuard) for callback in trainer.callbacks):
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PreemptionGuard) for callback in callbacks):
             # First, so that it saves before another callback ends the step.
-            trainer.callbacks.insert(0, PreemptionGuard(self))
+            callbacks.insert(0, PreemptionGuard(self))
         self._agree(lambda: check_trainer(trainer))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]

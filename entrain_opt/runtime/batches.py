@@ -24,6 +24,7 @@ from entrain_opt.errors import WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import Family, MediaUnit
 from entrain_opt.runtime.stages import PackedText
+from entrain_opt.runtime.unreadable import Decoded
 from entrain_opt.schedule.actions import Action
 from entrain_opt.schedule.messages import with_messages
 from entrain_opt.schedule.orders import schedule_replica
@@ -80,6 +81,8 @@ class RankBatch:
         encoder_imbalance, llm_imbalance: largest over mean microbatch seconds of this replica.
         assigner_seconds: time spent to assign and schedule.
         digest: equal on all ranks if they agree on samples, assignment and plan.
+        decoded: which samples this rank could not decode; None if that is an error.
+        num_left_out: samples that `leave_out` took out of the loss.
     """
 
     actions: tuple[Action, ...]
@@ -98,6 +101,8 @@ class RankBatch:
     assigner_seconds: float
     digest: int
     device: torch.device
+    decoded: Decoded | None = None
+    num_left_out: int = 0
 
     def num_consumers(self, encoder: int | None, unit: tuple[int, int, int]) -> int:
         """Microbatches that an encoder unit, named by its last stage, feeds."""
@@ -278,7 +283,10 @@ class RankBatchBuilder:
         if is_last:
             labels = torch.from_numpy(np.concatenate([content.label_ids for content in encoded]))
             label_positions = torch.nonzero(labels != -100).squeeze(1)
-            text = replace(text, label_positions=label_positions, label_ids=labels[label_positions])
+            sample_rows = tuple(int(rows[sample]) for sample in unit.samples)
+            text = replace(
+                text, label_positions=label_positions, label_ids=labels[label_positions], sample_rows=sample_rows
+            )
         if is_first:
             sources = [work.encoder_units[source] for source in unit.sources]
             text = replace(

@@ -3,8 +3,8 @@
 `save` copies this rank's part to host memory and returns; a thread writes it, over a process group of its own, so that
 its messages never meet those of training. One write at a time: the next `save` waits for the last one.
 
-Promise: a failed write raises on every rank at its next `save`, `check` or `wait`. A removal asked for meanwhile is done
-after the write, so that an older checkpoint never goes before the newer one is complete.
+Promise: a failed write raises on every rank at its next `save`, `check` or `wait`. A removal asked for meanwhile is
+done after the write, so that an older checkpoint never goes before the newer one is complete.
 Price: host memory of the size of this rank's part; the copy takes the time that training stands still.
 """
 

@@ -33,7 +33,7 @@ def _free_port():
         return listener.getsockname()[1]
 
 
-def _rank_main(folder, arguments, environment, output, fault):
+def _rank_main(folder, arguments, environment, output, fault, program):
     os.chdir(folder)
     os.environ.update(environment)
     for name in ("stdout", "stderr"):
@@ -48,13 +48,16 @@ def _rank_main(folder, arguments, environment, output, fault):
     if fault is not None:
         fault(int(environment["RANK"]))
     sys.argv = ["entrain", *arguments]
-    code = main(arguments)
+    code = main(arguments) if program is None else program()
     sys.stderr.flush()
     os._exit(code)
 
 
-def start_ranks(folder, recipe, *arguments, world_size=2, command="fit", fault=None):
-    """Start `entrain COMMAND` on every rank; `fault(rank)` (module level) runs in each before the command."""
+def start_ranks(folder, recipe, *arguments, world_size=2, command="fit", fault=None, program=None):
+    """Start `entrain COMMAND`, or a function `program` in its place, on every rank.
+
+    `fault(rank)` runs in each before the command. Both must be importable (module level).
+    """
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pytorch_lightning.cli", "entrain_opt.cli.fit", "entrain_opt.cli.main"])
@@ -68,7 +71,9 @@ def start_ranks(folder, recipe, *arguments, world_size=2, command="fit", fault=N
         output = folder / f"rank{rank}.txt"
         output.write_text("")
         line = [command, "--config", "recipe.yaml", *arguments]
-        process = context.Process(target=_rank_main, args=(folder, line, environment, output, fault), daemon=False)
+        process = context.Process(
+            target=_rank_main, args=(folder, line, environment, output, fault, program), daemon=False
+        )
         process.start()
         processes.append(process)
     return processes

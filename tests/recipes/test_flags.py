@@ -1,4 +1,4 @@
-"""Lightning's flags do what they say, in one process; see test_pipeline_stages_of_lightning for two."""
+"""Lightning's flags do what they say, in one process; a pipeline is tried in test_lightning_loops."""
 
 import os
 
@@ -26,14 +26,12 @@ def folder(tmp_path_factory):
         dist.destroy_process_group()
 
 
-def run(root, *, validation=True, ckpt_path=None, command="fit", strategy="entrain", **flags):
+def run(root, *, dataset="train.jsonl", validation=True, ckpt_path=None, command="fit", strategy="entrain", **flags):
     settings = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "max_steps": 2}
     settings |= {"enable_model_summary": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
     strategy = EntrainStrategy(cost_model="analytic", num_microbatches=1) if strategy == "entrain" else strategy
     trainer = pl.Trainer(**settings | {"default_root_dir": str(root), "strategy": strategy} | flags)
-    data = MultimodalDataModule(
-        "train.jsonl", global_batch_size=2, validation_dataset="train.jsonl" if validation else None
-    )
+    data = MultimodalDataModule(dataset, global_batch_size=2, validation_dataset="train.jsonl" if validation else None)
     getattr(trainer, command)(MultimodalModule("model"), datamodule=data, ckpt_path=ckpt_path)
     return trainer
 
@@ -95,6 +93,16 @@ def test_the_last_checkpoints_are_kept_and_the_last_one_is_resumed(folder):
     trainer = run(root, validation=False, ckpt_path="last", callbacks=[keep(), seen], **flags | {"max_epochs": 3})
     assert (trainer.global_step, seen.train) == (6, 2)
     assert sorted(path.name for path in (root / "kept").iterdir()) == ["last.ckpt", "step=5.ckpt", "step=6.ckpt"]
+
+
+def test_a_position_in_other_data_is_refused(folder):
+    root = folder / "position"
+    trainer = run(root, validation=False, max_steps=1)
+    trainer.save_checkpoint(root / "one.ckpt")
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "fewer.jsonl").write_text("".join(lines[:4]))
+    with pytest.raises(RuntimeConfigError, match="6 samples, this run has 4"):
+        run(root, validation=False, dataset="fewer.jsonl", ckpt_path=root / "one.ckpt")
 
 
 def test_fast_dev_run(folder):
