@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def resident_mib() -> float:
-    """Memory of this process and its children, each page counted once among those who share it (PSS) where known."""
+    """Resident memory of this process and its children; pages that they share are counted for each."""
     pids = [os.getpid()]
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -254,17 +254,20 @@ class EntrainStrategy(DDPStrategy):
         return {}  # Written by `save_checkpoint`, by Hugging Face name.
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        with self.groups.waits.on(f"every rank to write its part of checkpoint {filepath}"):
-            self.writer.wait()
-            snapshot = checkpoints.take_snapshot(
-                self._rank_model,
-                self.optimizers if "optimizer_states" in checkpoint else [],
-                meta=checkpoint,
-                model_folder=Path(self._module.model_folder),
-                plan=to_plain(self.plan),
-                copy=self.writer.background,
-            )
-            self.writer.save(Path(filepath), snapshot)
+        writer = self._writer or CheckpointWriter(background=False)  # After a run, trainer.save_checkpoint still works.
+        waits = self.groups.waits.on(f"every rank to write its part of checkpoint {filepath}")
+        with waits:
+            writer.wait()
+        snapshot = checkpoints.take_snapshot(
+            self._rank_model,
+            self.optimizers if "optimizer_states" in checkpoint else [],
+            meta=checkpoint,
+            model_folder=Path(self._module.model_folder),
+            plan=to_plain(self.plan),
+            copy=writer.background,
+        )
+        with waits:
+            writer.save(Path(filepath), snapshot)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         if self._writer is not None:

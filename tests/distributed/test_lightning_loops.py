@@ -1,4 +1,4 @@
-"""Lightning's loops around a pipeline of two ranks: sanity check, validate alone, fit after validate, validate after fit."""
+"""Lightning's loops around a pipeline: sanity check, validate alone, fit after validate, validate after fit."""
 
 import pytest
 from processes import run_ranks_to_end
