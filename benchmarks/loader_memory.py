@@ -17,6 +17,7 @@ from entrain_opt.cost import CostModel
 from entrain_opt.lightning.datamodule import GlobalBatchDataset, GlobalBatchSampler
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 from entrain_opt.runtime.batches import RankBatchBuilder
+from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.index import load_index
@@ -60,7 +61,7 @@ def main() -> None:
         num_microbatches=2, frozen=(), policy="pairwise", schedule="1f1b",
     )  # fmt: skip
     builder = RankBatchBuilder(
-        samples=samples, reader=ChatReader.open(dataset, samples, folder), plan=plan,
+        samples=samples, reader=ChatReader.open(dataset, samples, folder), family=read_family(folder), plan=plan,
         cost_model=CostModel(model, ClusterSpec(device="cpu")), replica=0, pipeline_rank=0,
     )  # fmt: skip
     sampler = GlobalBatchSampler(len(samples), arguments.batch, seed=0, shuffle=True)
