@@ -31,3 +31,7 @@ class RuntimeConfigError(EntrainError):
 
 class TrainingError(EntrainError):
     """Training went wrong on every rank at once: a loss that is not finite, or ranks that disagree."""
+
+
+class CheckpointError(EntrainError):
+    """A checkpoint could not be written, or is missing, incomplete, damaged or of another model."""

@@ -17,8 +17,10 @@ from pytorch_lightning.cli import LightningCLI
 from rich.console import Console
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.lightning.flags import check_trainer
+from entrain_opt.lightning.preemption import EXIT_CODE, Preempted
 from entrain_opt.lightning.resolution import resolve_run
-from entrain_opt.lightning.strategy import EntrainStrategy, check_trainer
+from entrain_opt.lightning.strategy import EntrainStrategy
 
 
 class EntrainCLI(LightningCLI):
@@ -82,17 +84,23 @@ def quiet_lightning() -> None:
         warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
-def run_lightning(arguments: Sequence[str]) -> None:
-    """Run `fit` or `validate` with LightningCLI.
+def run_lightning(arguments: Sequence[str]) -> int:
+    """Run `fit` or `validate` with LightningCLI; returns the exit code: 0, or 143 after SIGTERM.
 
     Raises:
         EntrainError: from our own checks, on every rank.
     """
     quiet_lightning()
-    EntrainCLI(
-        # LightningCLI warns about arguments that are not the process's own.
-        args=None if list(arguments) == sys.argv[1:] else list(arguments),
-        save_config_kwargs={"overwrite": True},
-        trainer_defaults={"use_distributed_sampler": False},
-        parser_kwargs={"prog": "entrain"},
-    )
+    try:
+        EntrainCLI(
+            # LightningCLI warns about arguments that are not the process's own.
+            args=None if list(arguments) == sys.argv[1:] else list(arguments),
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"use_distributed_sampler": False},
+            parser_kwargs={"prog": "entrain"},
+        )
+    except Preempted as stopped:
+        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
+            print(f"entrain: {stopped}", file=sys.stderr, flush=True)
+        return EXIT_CODE
+    return 0

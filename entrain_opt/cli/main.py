@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 read_recipe(path)  # Names a misspelled key of ours in a second, before anything heavy is imported.
             from entrain_opt.cli.fit import run_lightning
 
-            run_lightning(arguments)
-            return 0
+            return run_lightning(arguments)
         options = build_parser().parse_args(arguments)
         return int(options.run(options))
     except EntrainError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.ahead import AheadLoader
-from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder
+from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder, SampleReader
 from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
+from entrain_opt.runtime.unreadable import SkippingReader
 from entrain_opt.workload.formats import is_trace
 from entrain_opt.workload.samples import SampleTable
 
@@ -28,7 +30,8 @@ class GlobalBatchDataset(Dataset[RankBatch]):
         return len(self.builder.samples)
 
     def __getitem__(self, rows: Sequence[int]) -> RankBatch:
-        return self.builder.build(rows)
+        batch, reader = self.builder.build(rows), self.builder.reader
+        return replace(batch, decoded=reader.take(rows)) if isinstance(reader, SkippingReader) else batch
 
 
 class GlobalBatchSampler(DistributedSampler[Sequence[int]]):
@@ -76,7 +79,8 @@ class MultimodalDataModule(pl.LightningDataModule):
             Hugging Face dataset.
         global_batch_size: samples of one optimizer step, over all replicas.
         validation_dataset: None for no validation.
-        bad_samples: `error` names all bad samples and stops; `skip` leaves them out and prints how many.
+        bad_samples: `error` names all bad samples and stops; `skip` leaves them out and prints how many, also those
+            that turn out to be unreadable while training, whose label tokens then leave the loss on every rank.
         num_workers: loader processes per rank; assignments are computed there, ahead of training. 0: a background
             thread works one batch ahead.
         shuffle: reshuffle the training data every epoch.
@@ -120,11 +124,14 @@ class MultimodalDataModule(pl.LightningDataModule):
     def _loader(self, path: str, samples: SampleTable, sampler: GlobalBatchSampler) -> DataLoader[RankBatch]:
         trainer: Any = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
+        reader: SampleReader | None = None
+        if not strategy.rehearsal:
+            reader = ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir)
+            if self.bad_samples == "skip":
+                reader = SkippingReader(reader, samples)
         builder = RankBatchBuilder(
             samples=samples,
-            reader=None
-            if strategy.rehearsal
-            else ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir),
+            reader=reader,
             family=None if strategy.rehearsal else read_family(module.model_folder),
             plan=strategy.plan,
             cost_model=strategy.cost_model,
@@ -167,7 +174,8 @@ class MultimodalDataModule(pl.LightningDataModule):
         trainer: Any = self.trainer
         done = trainer.fit_loop.epoch_loop.batch_progress.total.processed
         epoch, batches = divmod(done, max(1, int(trainer.num_training_batches)))
-        return {"epoch": epoch, "batches": batches, "seed": self.seed, "global_batch_size": self.global_batch_size}
+        position = {"epoch": epoch, "batches": batches, "num_samples": len(trainer.strategy.samples)}
+        return {**position, "seed": self.seed, "global_batch_size": self.global_batch_size}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name in ("seed", "global_batch_size"):
@@ -176,4 +184,12 @@ class MultimodalDataModule(pl.LightningDataModule):
                     f"data.{name}: the checkpoint was made with {state_dict[name]}, this run uses "
                     f"{getattr(self, name)}, so some samples would be seen twice or never. Use the checkpoint's value."
                 )
+        trainer: Any = self.trainer
+        num_samples = len(trainer.strategy.samples)
+        if state_dict["num_samples"] != num_samples:
+            raise RuntimeConfigError(
+                f"data.dataset: the checkpoint was made with {state_dict['num_samples']} samples, this run has "
+                f"{num_samples}, so the position in the data means nothing. Use the same data, or `entrain export` the "
+                "checkpoint and start a new run from that folder."
+            )
         self._start = (state_dict["epoch"], state_dict["batches"])

@@ -65,6 +65,10 @@ class IterationRunner:
         groups: its process groups.
         nonfinite: what to do with a loss or gradient that is not finite: `error`, or `skip` the step and count it.
         executor: another one than of real computations.
+
+    Attributes:
+        stop_requested: this rank was told to end; may be set from a signal handler.
+        stopping: every rank knows that one was, as of the last iteration.
     """
 
     def __init__(
@@ -84,6 +88,9 @@ class IterationRunner:
         self.pipeline_rank = groups.pipeline_rank
         self.nonfinite = nonfinite
         self.skipped_steps = 0
+        self.stop_requested = False
+        self.stopping = False
+        self._waits = groups.waits
         self._kept: list[tuple[nn.Parameter, Tensor]] = []
         self._norm = 0.0
         self._last_end = 0.0
@@ -113,7 +120,7 @@ class IterationRunner:
         of_rank = [0.0] * (2 * depth)
         of_rank[self.pipeline_rank] = 1 - result.busy_seconds / result.wall_seconds if result.wall_seconds > 0 else 0.0
         of_rank[depth + self.pipeline_rank] = time.perf_counter() - (self._last_end or started)
-        summed = _sum_over_ranks([*values, *of_rank], batch.device)
+        summed = self._sum_over_ranks([*values, *of_rank], batch.device)
         world_size = self.degrees.world_size
         loss, busy, wall = summed[0], float(summed[1]), float(summed[2])
         means = (summed[3:] / world_size).tolist()
@@ -145,7 +152,7 @@ class IterationRunner:
         self._check_agreement(batch)
         with torch.no_grad():
             result = self.executor.run(batch, training=False)
-        return _sum_over_ranks([result.loss], batch.device)[0].float()
+        return self._sum_over_ranks([result.loss], batch.device)[0].float()
 
     def restore_gradients(self) -> None:
         """Put the gradients of the last `train` on the parameters."""
@@ -171,7 +178,8 @@ class IterationRunner:
         extremes[:3] = torch.tensor([int(1e9 * batch.predicted_seconds), mine.split, -mine.split])
         place = 3 + 2 * mine.replica
         extremes[place : place + 2] = torch.tensor([mine.placement, -mine.placement])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        with self._waits.on("every rank to begin this step"):
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         predicted, *hashes = extremes.tolist()
         differs = [a != -b for a, b in zip(hashes[::2], hashes[1::2], strict=True)]
         if any(differs):
@@ -194,9 +202,11 @@ class IterationRunner:
         self.skipped_steps += 1
         return True
 
-
-def _sum_over_ranks(values: list[Tensor | float], device: torch.device) -> Tensor:
-    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
-    if dist.is_initialized():
-        dist.all_reduce(vector)
-    return vector
+    def _sum_over_ranks(self, values: list[Tensor | float], device: torch.device) -> Tensor:
+        values = [*values, float(self.stop_requested)]
+        vector = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+        if dist.is_initialized():
+            with self._waits.on("every rank to finish this step"):
+                dist.all_reduce(vector)
+        self.stopping = self.stopping or bool(vector[-1] > 0)
+        return vector[:-1]

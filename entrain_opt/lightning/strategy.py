@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
+import torch
 import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -19,17 +21,23 @@ from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.lightning.emulation import Emulation, Rehearsal, rehearse
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
+from entrain_opt.lightning.flags import check_loader, check_trainer
 from entrain_opt.lightning.iteration import IterationRunner
-from entrain_opt.lightning.precision import check_precision, plugin_of_stages
+from entrain_opt.lightning.precision import plugin_of_stages
+from entrain_opt.lightning.preemption import Preempted, PreemptionGuard
 from entrain_opt.lightning.resolution import load_samples, resolve_run
 from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.planner.resolve import Resolution
 from entrain_opt.runtime import checkpoint as checkpoints
+from entrain_opt.runtime.checkpoint_files import find
+from entrain_opt.runtime.checkpoint_writer import CheckpointWriter
 from entrain_opt.runtime.emulation import EmulatedExecutor, StandInModel
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
 from entrain_opt.runtime.rank_work import CostSource
 from entrain_opt.runtime.stages import RankModel, tied_stages
+from entrain_opt.runtime.unreadable import leave_out
+from entrain_opt.runtime.waiting import PeerLost, WaitLog
 from entrain_opt.units import GIB
 from entrain_opt.workload.samples import SampleTable
 
@@ -58,7 +66,9 @@ class EntrainStrategy(DDPStrategy):
         solver_workers: threads of the solver, 1 or 2; the plan does not depend on it.
         nonfinite: `error`, or `skip` a step whose loss or gradient is not finite and count it.
         emulate: wait for predicted times instead of computing, to rehearse a plan; see `Emulation`.
-        timeout_seconds: of a message between ranks.
+        timeout_seconds: of a message between ranks; the run ends when one takes longer.
+        watchdog_seconds: a wait for another rank of this length is reported, with what it waits for.
+        async_checkpoints: write checkpoints in the background, from a copy in host memory.
         cache_dir: for indexes, measured costs and plans.
     """
 
@@ -84,12 +94,17 @@ class EntrainStrategy(DDPStrategy):
         nonfinite: str = "error",
         emulate: Emulation | None = None,
         timeout_seconds: float = 1800.0,
+        watchdog_seconds: float = 60.0,
+        async_checkpoints: bool = False,
         cache_dir: str = "runs/cache",
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
+        self.timeout_seconds = timeout_seconds
+        self.watchdog_seconds = watchdog_seconds
         self.plan_source = plan
         self.nonfinite = nonfinite
         self.emulate = emulate
+        self.async_checkpoints = async_checkpoints
         self.cache_dir = cache_dir
         self._option_values: dict[str, Any] = {
             "policy": policy,
@@ -114,6 +129,7 @@ class EntrainStrategy(DDPStrategy):
         self._groups: PipelineGroups | None = None
         self._runner: IterationRunner | None = None
         self._failures: FailureBoard | None = None
+        self._writer: CheckpointWriter | None = None
 
     # What the module and data module ask for.
 
@@ -165,6 +181,20 @@ class EntrainStrategy(DDPStrategy):
         return self._runner
 
     @property
+    def writer(self) -> CheckpointWriter:
+        if self._writer is None:
+            raise RuntimeError("EntrainStrategy.writer exists once EntrainStrategy.setup() has run.")
+        return self._writer
+
+    def process_dataloader(self, dataloader: object) -> object:
+        check_loader(dataloader)
+        return dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self.writer.check()
+        return leave_out(super().batch_to_device(batch, device, dataloader_idx), self.groups.waits)
+
+    @property
     def _module(self) -> MultimodalModule:
         if self.lightning_module is None:
             raise RuntimeError("EntrainStrategy knows its module once trainer.fit() or validate() has started.")
@@ -187,8 +217,19 @@ class EntrainStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.precision_plugin = plugin_of_stages(self.precision_plugin)
-        self._failures = FailureBoard(self.global_rank, self.world_size)
+        waits = WaitLog()
+        self._failures = FailureBoard(
+            self.global_rank,
+            self.world_size,
+            waits=waits,
+            watchdog_seconds=self.watchdog_seconds,
+            end_children=self._end_children,
+        )
         trainer = self._module.trainer
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, PreemptionGuard) for callback in callbacks):
+            # First, so that it saves before another callback ends the step.
+            callbacks.insert(0, PreemptionGuard(self))
         self._agree(lambda: check_trainer(trainer, emulated=self.emulate is not None))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]
@@ -201,7 +242,8 @@ class EntrainStrategy(DDPStrategy):
             self.plan.degrees.check(self.world_size)
         else:
             tied = tied_stages(self._module.model_folder, self.plan)
-        self._groups = make_groups(self.plan, tied_stages=tied)
+        groups = make_groups(self.plan, tied_stages=tied, timeout_seconds=self.timeout_seconds)
+        self._groups = replace(groups, waits=waits)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -209,6 +251,7 @@ class EntrainStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self._writer = CheckpointWriter(background=self.async_checkpoints)
         executor = None
         if self.rehearsal is not None:
             assert isinstance(self._rank_model, StandInModel)
@@ -245,17 +288,25 @@ class EntrainStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if self.emulate is not None:
             raise RuntimeConfigError(f"emulate: an emulated run has no weights to write to {filepath}.")
-        checkpoints.save(
-            Path(filepath),
+        writer = self._writer or CheckpointWriter(background=False)  # After a run, trainer.save_checkpoint still works.
+        waits = self.groups.waits.on(f"every rank to write its part of checkpoint {filepath}")
+        with waits:
+            writer.wait()
+        snapshot = checkpoints.take_snapshot(
             self._rank_model,
-            self.optimizers,
+            self.optimizers if "optimizer_states" in checkpoint else [],
             meta=checkpoint,
             model_folder=Path(self._module.model_folder),
             plan=to_plain(self.plan),
+            copy=writer.background,
         )
+        with waits:
+            writer.save(Path(filepath), snapshot)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        self._checkpoint_path = Path(checkpoint_path)
+        if self._writer is not None:
+            self._writer.wait()
+        self._checkpoint_path = find(Path(checkpoint_path))
         return checkpoints.load_meta(self._checkpoint_path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -271,7 +322,7 @@ class EntrainStrategy(DDPStrategy):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            checkpoints.remove(Path(filepath))
+            self.writer.remove(Path(filepath))
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why, end the processes that this one started, and name a peer that failed first.
@@ -279,19 +330,33 @@ class EntrainStrategy(DDPStrategy):
         Raises:
             PeerFailure: this rank only lost the connection to a rank that failed; the message has that rank's error.
         """
+        if isinstance(exception, Preempted):
+            return  # Every rank ends at the same point, by itself.
         reason = None
         if self._failures is not None:
-            if isinstance(exception, Exception) and not isinstance(exception, EntrainError):
+            # A lost connection shows as a RuntimeError where PyTorch or Lightning waits for the others.
+            if isinstance(exception, (PeerLost, RuntimeError)):
                 reason = self._failures.reason()
             if reason is None:
                 self._failures.tell(exception)
+        self._end_children()
+        if reason is not None:
+            waited = f" {exception}" if isinstance(exception, PeerLost) else ""
+            raise PeerFailure(f"stopped because another rank failed first. {reason}.{waited}") from exception
+
+    def _end_children(self) -> None:
+        """End the processes that this one started; none under torchrun or SLURM."""
         if self.launcher is not None and hasattr(self.launcher, "kill"):
             self.launcher.kill(signal.SIGKILL)
-        if reason is not None:
-            raise PeerFailure(f"stopped because another rank failed first. {reason}") from exception
 
     def teardown(self) -> None:
         self._runner = None
+        if self._writer is not None and self._module.trainer.state.status != TrainerStatus.INTERRUPTED:
+            with self.groups.waits.on("every rank to write its part of the last checkpoint"):
+                self._writer.wait()
+        self._writer = None
+        if self._failures is not None:
+            self._failures.close()
         super().teardown()
 
     def _agree(self, work: Any) -> Any:
@@ -313,27 +378,6 @@ class EntrainStrategy(DDPStrategy):
         samples, model, cluster = load_samples(self, self._module.trainer, self._module)
         costs = CostModel(model, cluster, measured=measured, precision=self.options.precision)
         return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
-
-
-def check_trainer(trainer: pl.Trainer, *, emulated: bool = False) -> None:
-    """Raise RuntimeConfigError for trainer settings that would silently do something else than they say."""
-    if emulated and trainer.checkpoint_callbacks:
-        raise RuntimeConfigError(
-            "trainer.callbacks: an emulated run has no weights, so it writes no checkpoints. Remove ModelCheckpoint "
-            "and set enable_checkpointing: false."
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise RuntimeConfigError(
-            f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "
-            "global batch; make global_batch_size larger and set num_microbatches instead."
-        )
-    check_precision(str(trainer.precision))
-    if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm or "norm").lower().endswith(
-        "value"
-    ):
-        raise RuntimeConfigError(
-            "trainer.gradient_clip_algorithm: expected norm (over all stages), found value, which is not supported."
-        )
 
 
 # Referenced by Lightning's registry so that `strategy: entrain` works in a recipe and in code.

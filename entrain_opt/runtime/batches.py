@@ -20,6 +20,7 @@ from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import Family, MediaUnit
 from entrain_opt.runtime.rank_work import ActionSeconds, Agreement, CostSource, plan_rank
 from entrain_opt.runtime.stages import PackedText
+from entrain_opt.runtime.unreadable import Decoded
 from entrain_opt.schedule.actions import Action
 from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork
 from entrain_opt.workload.samples import SampleTable
@@ -70,6 +71,8 @@ class RankBatch:
         predicted_seconds: of the iteration, from this replica's point of view: the slowest replica decides.
         agreement: hashes that tell whether ranks agree on samples, assignment and plan.
         action_seconds: predicted, of the replica's actions; only where they are waited for instead of computed.
+        decoded: which samples this rank could not decode; None if that is an error.
+        num_left_out: samples that `leave_out` took out of the loss.
     """
 
     actions: tuple[Action, ...]
@@ -90,6 +93,8 @@ class RankBatch:
     agreement: Agreement
     device: torch.device
     action_seconds: ActionSeconds | None = None
+    decoded: Decoded | None = None
+    num_left_out: int = 0
 
     def num_consumers(self, encoder: int | None, unit: tuple[int, int, int]) -> int:
         """Microbatches that an encoder unit, named by its last stage, feeds."""
@@ -274,7 +279,10 @@ class RankBatchBuilder:
         if is_last:
             labels = torch.from_numpy(np.concatenate([content.label_ids for content in encoded]))
             label_positions = torch.nonzero(labels != -100).squeeze(1)
-            text = replace(text, label_positions=label_positions, label_ids=labels[label_positions])
+            sample_rows = tuple(int(rows[sample]) for sample in unit.samples)
+            text = replace(
+                text, label_positions=label_positions, label_ids=labels[label_positions], sample_rows=sample_rows
+            )
         if is_first:
             sources = [work.encoder_units[source] for source in unit.sources]
             text = replace(

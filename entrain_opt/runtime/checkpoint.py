@@ -3,14 +3,18 @@
 A checkpoint is a folder: `torch.distributed.checkpoint` files with every tensor under its Hugging Face name
 (`model.NAME`, `optimizer.NAME.STATE`), `meta.pt` with Lightning's own state, optimizer groups and the plan, and
 `model/` with the model's config and processor files. Another plan, another number of ranks or none at all can read it.
+Every rank writes its own file; what replicas hold alike is written once.
 
-Promise: written beside its final name and renamed when complete, so a crash never leaves half a checkpoint.
+Promise: written beside its final name, forced to the disk and renamed when complete, so a kill at any moment leaves the
+checkpoints that were there; see `checkpoint_files`.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +22,57 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import CheckpointError, RuntimeConfigError
+from entrain_opt.runtime import checkpoint_files as files
 from entrain_opt.runtime.stages import RankModel
+from entrain_opt.units import format_bytes
 
 _META, _MODEL_FILES = "meta.pt", "model"
+_METADATA = (".metadata",)
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _parameter_names(model: RankModel) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.optimized_parameters().items()}
 
 
-def save(
-    path: Path,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What one rank has to write.
+
+    Attributes:
+        tensors: by stored name.
+        notes: what goes into `meta.pt`; the first rank's copy is written.
+        model_folder: its config and processor files are copied into the checkpoint.
+    """
+
+    tensors: dict[str, Tensor]
+    notes: dict[str, Any]
+    model_folder: Path
+
+
+def take_snapshot(
     model: RankModel,
     optimizers: Sequence[Optimizer],
     *,
     meta: Mapping[str, Any],
     model_folder: Path,
     plan: Mapping[str, Any],
-) -> None:
-    """Write a checkpoint; every rank must call this.
+    copy: bool = False,
+) -> Snapshot:
+    """Collect what a checkpoint holds.
 
     Args:
-        path: the folder; an older checkpoint there is replaced when the new one is complete.
         model: this rank's stages.
         optimizers: over this rank's parameters.
-        meta: what else to keep; the first rank's copy is written.
-        model_folder: its config and processor files are copied into the checkpoint.
+        meta: what else to keep.
+        model_folder: in Hugging Face format.
         plan: plain values of the plan, for the record.
+        copy: copy everything to host memory, so that training may go on while it is written.
     """
     names = _parameter_names(model)
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.optimized_parameters().items()}
@@ -66,44 +80,92 @@ def save(
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
-    scratch = path.with_name(path.name + ".partial")
-    if _is_first_rank():
-        shutil.rmtree(scratch, ignore_errors=True)
+    groups = [
+        [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    notes = {**meta, "entrain": {"format": 2, "plan": plan, "optimizer_groups": groups}}
+    if copy:
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        notes = deepcopy(notes)
+    return Snapshot(tensors=tensors, notes=notes, model_folder=model_folder)
+
+
+def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+    """Write a checkpoint; every rank of the group must call this, and all return or raise alike.
+
+    Args:
+        path: the folder; an older checkpoint there is replaced when the new one is complete.
+        snapshot: this rank's part.
+        group: for the messages between the ranks; the default group if None.
+
+    Raises:
+        CheckpointError: a rank could not write; names the rank and the reason. What it wrote is deleted, an older
+            checkpoint of that name is still there.
+    """
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    scratch = files.scratch_of(path)
+
+    def begin() -> list[str]:
+        if rank != 0:
+            return []
+        files.remove_folder(scratch)
         scratch.mkdir(parents=True)
-        groups = [
-            [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-            for optimizer in optimizers
+        torch.save(snapshot.notes, scratch / _META)
+        shutil.copytree(
+            snapshot.model_folder,
+            scratch / _MODEL_FILES,
+            ignore=shutil.ignore_patterns(*_WEIGHTS),
+            copy_function=shutil.copy,
+        )
+        return [
+            _META,
+            *(str(item.relative_to(scratch)) for item in (scratch / _MODEL_FILES).rglob("*") if item.is_file()),
         ]
-        torch.save({**meta, "entrain": {"format": 1, "plan": plan, "optimizer_groups": groups}}, scratch / _META)
-        shutil.copytree(model_folder, scratch / _MODEL_FILES, ignore=shutil.ignore_patterns(*_WEIGHTS))
-    _barrier()
-    dcp.save(tensors, checkpoint_id=scratch)
-    _barrier()
-    if _is_first_rank():
-        remove(path)
-        scratch.replace(path)
-    _barrier()
+
+    def write_tensors() -> None:
+        try:
+            dcp.save(snapshot.tensors, checkpoint_id=scratch, process_group=group)
+        except CheckpointException as error:
+            raise CheckpointError(_first_failure(error)) from error
+
+    def list_own() -> list[files.FileRecord]:
+        own = [item.name for item in scratch.glob(f"__{rank}_*")]
+        return files.record(scratch, [*own, *(_METADATA if rank == 0 else ()), *others])
+
+    what = f"writing checkpoint {path}"
+    try:
+        others = files.together(what, begin, group)[rank]
+        files.together(what, write_tensors, group)
+        records = [item for part in files.together(what, list_own, group) for item in part]
+        files.together(what, lambda: files.finish(scratch, path, records) if rank == 0 else None, group)
+    except CheckpointError as error:
+        free = _free_bytes(path.parent)
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise CheckpointError(f"{error}. {free}An older checkpoint is as it was.") from error
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint if there is one."""
-    if path.is_dir():
-        shutil.rmtree(path)
-    elif path.exists():
-        path.unlink()
+def _first_failure(error: CheckpointException) -> str:
+    """The reason of a failed save, without the tracebacks."""
+    rank, (reason, _) = min(error.failures.items())
+    return f"rank {rank}: {type(reason).__name__}: {reason}"
+
+
+def _free_bytes(folder: Path) -> str:
+    try:
+        return f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}. "
+    except OSError:
+        return ""  # The folder itself cannot be reached, which the error already says.
 
 
 def load_meta(path: Path) -> dict[str, Any]:
     """What `save` was given as `meta`, and its own notes under `entrain`.
 
     Raises:
-        RuntimeConfigError: there is no checkpoint of this package.
+        CheckpointError: there is no checkpoint, or it is incomplete or damaged.
     """
-    if not (path / _META).is_file():
-        raise RuntimeConfigError(
-            f"checkpoint: expected a folder with {_META} at {path}, found none. Checkpoints of EntrainStrategy are "
-            "folders; give the path that `entrain fit` printed."
-        )
+    files.verify(path)
     meta: dict[str, Any] = torch.load(path / _META, map_location="cpu", weights_only=False)
     # Lightning refuses checkpoints without these; the tensors are read by load_model and load_optimizers.
     return {**meta, "state_dict": {}, "optimizer_states": meta.get("optimizer_states", [])}
@@ -117,15 +179,15 @@ def load_tensors(path: Path, wanted: dict[str, Tensor]) -> None:
     """Read tensors in place by their stored names.
 
     Raises:
-        RuntimeConfigError: one is missing or has another shape.
+        CheckpointError: one is missing or has another shape.
     """
     stored = _stored(path)
     for name, tensor in wanted.items():
         found = stored.get(name)
         if found is None:
-            raise RuntimeConfigError(f"checkpoint {path}: has no {name!r}. Is it a checkpoint of another model?")
+            raise CheckpointError(f"checkpoint {path}: has no {name!r}. Is it a checkpoint of another model?")
         if isinstance(found, TensorStorageMetadata) and found.size != tensor.shape:
-            raise RuntimeConfigError(
+            raise CheckpointError(
                 f"checkpoint {path}: {name!r} has shape {list(found.size)}, the model expects {list(tensor.shape)}."
             )
     dcp.load(wanted, checkpoint_id=path, no_dist=not dist.is_initialized())
@@ -148,14 +210,19 @@ def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer
     """Read this rank's optimizer state and the settings of its groups (learning rate, betas, ...).
 
     Raises:
-        RuntimeConfigError: the optimizer has another number of groups.
+        CheckpointError: the optimizer has another number of groups.
     """
     stored, names = _stored(path), _parameter_names(model)
     saved_groups = meta["entrain"]["optimizer_groups"]
+    if optimizers and not saved_groups:
+        raise CheckpointError(
+            f"checkpoint {path}: holds weights only (save_weights_only), so training cannot go on from it. Export it "
+            "and start from that folder, or use a whole checkpoint."
+        )
     if len(saved_groups) != len(optimizers) or any(
         len(groups) != len(optimizer.param_groups) for groups, optimizer in zip(saved_groups, optimizers, strict=False)
     ):
-        raise RuntimeConfigError(f"checkpoint {path}: was made with another number of optimizers or parameter groups.")
+        raise CheckpointError(f"checkpoint {path}: was made with another number of optimizers or parameter groups.")
     wanted: dict[str, Tensor] = {}
     for optimizer, groups in zip(optimizers, saved_groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -176,12 +243,14 @@ def export(path: Path, output: Path) -> None:
     """Write a checkpoint as a plain Hugging Face folder: weights, config, tokenizer and processor files.
 
     Raises:
-        RuntimeConfigError: the checkpoint is missing or lacks a parameter of the model, or the output exists.
+        CheckpointError: the checkpoint is missing, damaged or lacks a parameter of the model.
+        RuntimeConfigError: the output exists.
     """
     from entrain_opt.runtime.families import read_family
     from entrain_opt.runtime.lora import merge_adapters
     from entrain_opt.runtime.weights import materialize, tie
 
+    path = files.find(path)
     meta = load_meta(path)
     if output.exists() and any(output.iterdir()):
         raise RuntimeConfigError(f"export: expected an empty or new folder, found files in {output}.")

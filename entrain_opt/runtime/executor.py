@@ -99,6 +99,7 @@ class PipelineExecutor:
         busy_seconds = 0.0
         started = time.perf_counter()
         for action in batch.actions if training else forward_only(batch.actions):
+            self.groups.waits.doing = action
             match action:
                 case Receive(message=message):
                     mailbox.post(message, self._shape_of(message, batch), dtype)

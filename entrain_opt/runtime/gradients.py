@@ -69,12 +69,14 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait for the reductions, then join the gradients of a parameter whose copies live on two ranks."""
         self.zero_missing()
-        for pending in self._pending:
-            pending.finish()
+        with self._groups.waits.on("the sum of gradients over replicas"):
+            for pending in self._pending:
+                pending.finish()
         self._pending.clear()
         if self._groups.tied is not None and self._tied:
-            for pending in _start_sum([p.grad for p in self._tied if p.grad is not None], self._groups.tied):
-                pending.finish()
+            with self._groups.waits.on("the gradients of the tied embedding"):
+                for pending in _start_sum([p.grad for p in self._tied if p.grad is not None], self._groups.tied):
+                    pending.finish()
 
     def global_norm(self) -> Tensor:
         """Euclidean norm of all gradients of the model, each parameter once; equal on every rank."""
@@ -87,7 +89,8 @@ class GradientReducer:
         total = nn.utils.get_total_norm(grads).double() ** 2 if grads else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
         if self._groups.pipeline is not None:
-            dist.all_reduce(total, group=self._groups.pipeline)
+            with self._groups.waits.on("the gradient norm of the other stages"):
+                dist.all_reduce(total, group=self._groups.pipeline)
         return total.sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:

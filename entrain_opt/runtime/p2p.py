@@ -8,12 +8,14 @@ schedule says so and waited for when their tensor is used. Shapes follow from th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from entrain_opt.plan import Plan
+from entrain_opt.runtime.waiting import Incoming, Outgoing, WaitLog
 from entrain_opt.schedule.actions import Message
 
 
@@ -27,6 +29,7 @@ class PipelineGroups:
         pipeline: all ranks of this replica, None if it is alone.
         data: all replicas of this pipeline rank, None without data parallelism.
         tied: the ranks of this replica that hold copies of the tied embedding, None if one rank holds it.
+        waits: what this rank waits for.
     """
 
     replica: int
@@ -35,6 +38,7 @@ class PipelineGroups:
     pipeline: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
     tied: dist.ProcessGroup | None = None
+    waits: WaitLog = field(default_factory=WaitLog)
 
 
 def stage_edges(plan: Plan) -> list[tuple[int, int]]:
@@ -50,15 +54,20 @@ def stage_edges(plan: Plan) -> list[tuple[int, int]]:
     return pairs + [(b, a) for a, b in pairs]
 
 
-def make_groups(plan: Plan, *, tied_stages: tuple[int, ...] = ()) -> PipelineGroups:
+def make_groups(
+    plan: Plan, *, tied_stages: tuple[int, ...] = (), timeout_seconds: float | None = None
+) -> PipelineGroups:
     """Create all groups of a plan; every rank of the world must call this.
 
     Args:
         plan: checked against the world size before.
         tied_stages: stages that hold copies of one tied parameter.
+        timeout_seconds: of a message; None takes PyTorch's own, half an hour.
     """
     if not dist.is_initialized():
         return PipelineGroups(replica=0, pipeline_rank=0)
+    # A new group does not take over the timeout of the first one.
+    timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
     degrees = plan.degrees
     replica, pipeline_rank = divmod(dist.get_rank(), degrees.pipeline)
     rank_of = plan.pipeline_shape.ranks_of_stages
@@ -73,18 +82,18 @@ def make_groups(plan: Plan, *, tied_stages: tuple[int, ...] = ()) -> PipelineGro
             ranks = [degrees.global_rank(r, end) for end in ends]
             key = (ends[0], ends[1], source < target)
             if key not in shared:
-                shared[key] = dist.new_group(ranks)
+                shared[key] = dist.new_group(ranks, timeout=timeout)
             if r == replica and pipeline_rank in ends:
                 edges[source, target] = shared[key]
         if degrees.pipeline > 1:
-            group = dist.new_group([degrees.global_rank(r, p) for p in range(degrees.pipeline)])
+            group = dist.new_group([degrees.global_rank(r, p) for p in range(degrees.pipeline)], timeout=timeout)
             pipeline = group if r == replica else pipeline
         if len(tied_ranks) > 1:
-            group = dist.new_group([degrees.global_rank(r, p) for p in tied_ranks])
+            group = dist.new_group([degrees.global_rank(r, p) for p in tied_ranks], timeout=timeout)
             tied = group if r == replica and pipeline_rank in tied_ranks else tied
     if degrees.data > 1:
         for p in range(degrees.pipeline):
-            group = dist.new_group([degrees.global_rank(r, p) for r in range(degrees.data)])
+            group = dist.new_group([degrees.global_rank(r, p) for r in range(degrees.data)], timeout=timeout)
             data = group if p == pipeline_rank else data
     return PipelineGroups(
         replica=replica, pipeline_rank=pipeline_rank, edges=edges, pipeline=pipeline, data=data, tied=tied
@@ -99,7 +108,7 @@ class Mailbox:
         self._groups = groups
         self._device = device
         self._rank_of = plan.pipeline_shape.ranks_of_stages
-        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._sends: list[tuple[dist.Work, Tensor, Outgoing]] = []
         self._receives: dict[Message, tuple[dist.Work, Tensor]] = {}
 
     def _peer(self, stage: int) -> int:
@@ -109,27 +118,38 @@ class Mailbox:
         """Start sending. The tensor is kept until `finish`."""
         group = self._groups.edges[message.source_stage, message.target_stage]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._peer(message.target_stage), group=group)
+        peer = self._peer(message.target_stage)
+        outgoing = Outgoing(message, peer)
+        with self._groups.waits.on(outgoing):
+            work = dist.isend(tensor, peer, group=group)
         assert work is not None
-        self._sends.append((work, tensor))
-        self._sends = [(pending, kept) for pending, kept in self._sends if not pending.is_completed()]
+        self._sends.append((work, tensor, outgoing))
+        self._sends = [sent for sent in self._sends if not sent[0].is_completed()]
 
     def post(self, message: Message, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Post a receive into a fresh tensor."""
         group = self._groups.edges[message.source_stage, message.target_stage]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        work = dist.irecv(tensor, self._peer(message.source_stage), group=group)
+        peer = self._peer(message.source_stage)
+        with self._groups.waits.on(Incoming(message, peer)):
+            work = dist.irecv(tensor, peer, group=group)
         assert work is not None
         self._receives[message] = (work, tensor)
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a posted receive."""
+        """Wait for a posted receive.
+
+        Raises:
+            PeerLost: the connection broke or the time was up; names the message and the rank.
+        """
         work, tensor = self._receives.pop(message)
-        work.wait()
+        with self._groups.waits.on(Incoming(message, self._peer(message.source_stage))):
+            work.wait()
         return tensor
 
     def finish(self) -> None:
         """Wait until every send has left."""
-        for work, _ in self._sends:
-            work.wait()
+        for work, _, outgoing in self._sends:
+            with self._groups.waits.on(outgoing):
+                work.wait()
         self._sends.clear()

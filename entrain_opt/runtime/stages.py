@@ -37,6 +37,7 @@ class PackedText:
         feature_positions: for each source unit, the rows that its features go to; needed by the first stage only.
         feature_rows: for each source unit, the rows of its features that this microbatch takes; None for all.
         two_way_spans: rows that attend to each other in both directions.
+        sample_rows: [S] rows of the samples in the table; needed by the last stage only.
     """
 
     segment_offsets: list[int]
@@ -47,6 +48,7 @@ class PackedText:
     feature_positions: tuple[Tensor, ...] = ()
     feature_rows: tuple[Tensor | None, ...] = ()
     two_way_spans: tuple[Span, ...] = ()
+    sample_rows: tuple[int, ...] = ()
 
 
 class RankModel(nn.Module):

@@ -1,6 +1,7 @@
 """Optimizer steps under a plan: clipping, tied weights, gradients that are not finite, memory."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,11 +10,12 @@ from cases import MIXED_TILES, SPLITS, SyntheticReader, make_plan, write_model
 from ranks import run_ranks
 
 from entrain_opt.cost import CostModel
-from entrain_opt.errors import TrainingError
+from entrain_opt.errors import TrainingError, WorkloadError
 from entrain_opt.lightning.iteration import IterationRunner
 from entrain_opt.runtime.batches import RankBatchBuilder
 from entrain_opt.runtime.p2p import make_groups
 from entrain_opt.runtime.stages import build_rank_model, tied_stages
+from entrain_opt.runtime.unreadable import SkippingReader, leave_out
 from entrain_opt.spec import ClusterSpec, ModelSpec
 
 BATCHES = [[0, 1, 2, 3], [9, 5], [8, 7, 6, 4, 2]]
@@ -109,6 +111,50 @@ def test_a_value_that_is_not_finite_is_noticed_by_every_rank(tmp_path, split, da
     for skipped, changed in run_ranks(poison, world_size, plan, "skip"):
         assert skipped
         assert changed == []
+
+
+class BrokenReader(SyntheticReader):
+    """Cannot decode the media of one row."""
+
+    def pixels(self, row, item):
+        if row == 2:
+            raise WorkloadError("sample s2: broken.jpg")
+        return super().pixels(row, item)
+
+
+def step_with_a_broken_sample(plan, rows, broken):
+    """Loss, weights and samples left out after a step."""
+    run = Run(plan)
+    builder = run.builder
+    if broken:
+        reader = SkippingReader(BrokenReader(MIXED_TILES), builder.samples)
+        builder = replace(builder, reader=reader)
+    batch = builder.build(rows)
+    if broken:
+        batch = leave_out(replace(batch, decoded=reader.take(rows)), run.groups.waits)
+    loss = float(run.runner.train(batch).loss)
+    run.optimizer.zero_grad()
+    run.runner.restore_gradients()
+    run.optimizer.step()
+    return loss, run.weights(), batch.num_left_out
+
+
+def test_an_unreadable_sample_is_left_out_of_loss_and_gradients_on_every_rank(tmp_path, capfd):
+    """The rank that decodes is not the one that has the labels; the replica that decodes is not the only one."""
+    folder = write_model(tmp_path / "plain")
+    loss, weights, _ = step_with_a_broken_sample(make_plan(folder, SPLITS[1]), [0, 1, 3, 8], False)
+    plans = [make_plan(folder, SPLITS[2]), make_plan(folder, SPLITS[1], data=2)]
+    for found in run_ranks(steps_with_a_broken_sample, 2, plans, [0, 1, 2, 3, 8]):
+        for found_loss, found_weights, left_out in found:
+            assert found_loss == pytest.approx(loss, rel=1e-5)
+            assert left_out == 1
+            for name, value in found_weights.items():
+                np.testing.assert_allclose(value, weights[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    assert "left out of this step: sample s2: broken.jpg" in capfd.readouterr().err
+
+
+def steps_with_a_broken_sample(plans, rows):
+    return [step_with_a_broken_sample(plan, rows, True) for plan in plans]
 
 
 def test_tensors_do_not_pile_up(tmp_path):

@@ -9,7 +9,7 @@ from pytorch_lightning import Trainer
 from entrain_opt import ClusterSpec, CostModel, EntrainStrategy, ModelSpec
 from entrain_opt.errors import RuntimeConfigError, TrainingError
 from entrain_opt.lightning.emulation import SHORTEST_MEAN_SECONDS, Emulation, rehearse
-from entrain_opt.lightning.strategy import check_trainer
+from entrain_opt.lightning.flags import check_trainer
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 from entrain_opt.runtime import emulation as runtime
 from entrain_opt.workload.samples import SampleTable

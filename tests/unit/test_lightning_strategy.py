@@ -1,13 +1,15 @@
 """Trainer settings and names that EntrainStrategy accepts or refuses, without starting a process."""
 
 import pytest
-from pytorch_lightning import Trainer
+from pytorch_lightning import Trainer, callbacks
+from pytorch_lightning.plugins.io import AsyncCheckpointIO
+from torch.utils.data import DataLoader
 
 from entrain_opt import EntrainStrategy, MultimodalDataModule, MultimodalModule
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.datamodule import GlobalBatchSampler
+from entrain_opt.lightning.flags import check_loader, check_trainer
 from entrain_opt.lightning.resolution import check_parts
-from entrain_opt.lightning.strategy import check_trainer
 
 QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
 
@@ -17,6 +19,13 @@ QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpoint
     [
         ({"accumulate_grad_batches": 4}, "accumulate_grad_batches"),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm"),
+        ({"overfit_batches": 2}, "limit_train_batches"),
+        ({"sync_batchnorm": True, "strategy": "entrain"}, "sync_batchnorm"),
+        ({"callbacks": [callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging"),
+        ({"callbacks": [callbacks.GradientAccumulationScheduler({4: 2})]}, "global_batch_size"),
+        ({"callbacks": [callbacks.LearningRateFinder()]}, "LearningRateFinder"),
+        ({"callbacks": [callbacks.BackboneFinetuning()]}, "frozen"),
+        ({"plugins": [AsyncCheckpointIO()]}, "async_checkpoints"),
     ],
 )
 def test_settings_that_would_do_something_else_are_refused(settings, named):
@@ -25,12 +34,16 @@ def test_settings_that_would_do_something_else_are_refused(settings, named):
 
 
 def test_half_precision_with_a_loss_scale_is_refused():
-    class HalfPrecisionTrainer:
-        accumulate_grad_batches = 1
+    class HalfPrecisionTrainer(Trainer):
         precision = "16-mixed"
 
     with pytest.raises(RuntimeConfigError, match="16-mixed"):
-        check_trainer(HalfPrecisionTrainer())
+        check_trainer(HalfPrecisionTrainer(**QUIET))
+
+
+def test_loaders_and_samplers_of_one_s_own_are_refused():
+    with pytest.raises(RuntimeConfigError, match="RandomSampler"):
+        check_loader(DataLoader([1, 2, 3], shuffle=True))
 
 
 def test_norm_clipping_is_accepted():

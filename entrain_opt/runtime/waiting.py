@@ -1,0 +1,125 @@
+"""What a rank does and waits for, in words.
+
+Every wait for another rank goes through `WaitLog.on`. So a watchdog in another thread can say which rank waits for what
+while it waits, and a connection that breaks raises an error that says the same.
+
+Price: two attribute writes and one object per wait; the words are made only when somebody reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch.distributed as dist
+
+from entrain_opt.errors import TrainingError
+from entrain_opt.schedule.actions import Message
+
+
+class PeerLost(TrainingError):
+    """This rank waited for another one, and the connection broke or the time was up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A message that a rank waits to receive."""
+
+    message: Message
+    peer: int
+
+    def __str__(self) -> str:
+        m = self.message
+        forward = m.source_stage < m.target_stage
+        what, direction = ("activations", "forward") if forward else ("gradients", "backward")
+        return (
+            f"{what} of microbatch {m.microbatch}, part {m.part}, from stage {m.source_stage} to stage "
+            f"{m.target_stage} ({direction}), sent by rank {self.peer}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A message that a rank has sent and whose arrival it waits for."""
+
+    message: Message
+    peer: int
+
+    def __str__(self) -> str:
+        m = self.message
+        return (
+            f"rank {self.peer} to take the message of microbatch {m.microbatch}, part {m.part}, from stage "
+            f"{m.source_stage} to stage {m.target_stage}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is waited for, and since when (seconds of `time.monotonic`)."""
+
+    what: object
+    since_seconds: float
+
+    @property
+    def peer(self) -> int | None:
+        """The one rank that is waited for; None for several."""
+        return getattr(self.what, "peer", None)
+
+    def __str__(self) -> str:
+        return f"{time.monotonic() - self.since_seconds:.1f} s for {self.what}"
+
+
+class WaitLog:
+    """What one rank does now; written by its main thread, read by any.
+
+    Attributes:
+        doing: the action of the schedule that runs, or that the current wait belongs to.
+        last: the latest wait, for the error that ended it.
+    """
+
+    def __init__(self) -> None:
+        self.doing: object = "no step yet"
+        self.last: Wait | None = None
+        self._current: Wait | None = None
+
+    @property
+    def current(self) -> Wait | None:
+        return self._current
+
+    def on(self, what: object) -> _Waiting:
+        """Context of one wait; `what` completes the words "waits for".
+
+        Raises:
+            PeerLost: in place of the RuntimeError with which a broken connection or a timeout shows itself.
+        """
+        return _Waiting(self, what)
+
+    def describe(self) -> str:
+        """What the rank does, as the end of a sentence that begins with its name."""
+        wait = self._current
+        return f"has waited {wait} (at {self.doing})" if wait is not None else f"is at {self.doing}"
+
+    def _set(self, wait: Wait | None) -> None:
+        self._current = wait
+        self.last = wait or self.last
+
+
+class _Waiting:
+    __slots__ = ("_log", "_outer", "_what")
+
+    def __init__(self, log: WaitLog, what: object) -> None:
+        self._log = log
+        self._what = what
+        self._outer: Wait | None = None
+
+    def __enter__(self) -> None:
+        self._outer = self._log.current
+        self._log._set(Wait(self._what, time.monotonic()))
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        wait = self._log.current
+        self._log._set(self._outer)
+        if isinstance(error, RuntimeError):
+            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise PeerLost(f"Rank {dist.get_rank()} waited {wait}, in vain: {first_line}") from error
