@@ -70,7 +70,9 @@ class WholePlanCosts:
     whole: Plan
 
     def batch_costs(self, samples: SampleTable, plan: Plan) -> BatchCosts:
-        return self.costs.batch_costs(samples, replace(plan, degrees=self.whole.degrees))
+        # A plan with more replicas than samples would be refused: its batch belongs to its degrees.
+        whole = replace(plan, degrees=self.whole.degrees, global_batch_size=self.whole.global_batch_size)
+        return self.costs.batch_costs(samples, whole)
 
 
 def rehearse(emulation: Emulation, plan: Plan, costs: CostSource, samples: SampleTable) -> Rehearsal:

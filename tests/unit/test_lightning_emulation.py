@@ -62,6 +62,14 @@ def test_scale_makes_the_fastest_stage_long_enough_to_wait_for(parts):
     assert rehearse(Emulation(scale=3.0), PLAN, costs, samples).scale == 3.0
 
 
+def test_one_replica_of_many_may_have_fewer_samples_than_the_plan_has_replicas(parts):
+    samples, costs = parts
+    many = replace(PLAN, degrees=ParallelDegrees(data=16, pipeline=2))
+    found = rehearse(Emulation(replicas=1), many, costs, samples)
+    assert found.plan.global_batch_size == 2
+    assert found.costs.batch_costs(samples, found.plan).num_samples == len(samples)
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"), [({"replicas": 5}, "4 replicas"), ({"scale": 0.0}, "scale"), ({"num_nodes": 0}, "num_nodes")]
 )
