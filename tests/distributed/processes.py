@@ -79,7 +79,7 @@ def start_ranks(folder, recipe, *arguments, world_size=2, command="fit", fault=N
     return processes
 
 
-def wait_ranks(folder, processes, *, timeout_seconds=90):
+def wait_ranks(folder, processes, *, timeout_seconds=240):
     """Wait until all ranks have ended; kills them and raises TimeoutError if they do not."""
     deadline = time.monotonic() + timeout_seconds
     ends = {}

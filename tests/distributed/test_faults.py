@@ -168,6 +168,8 @@ def test_sigterm_saves_and_the_run_goes_on_as_if_it_had_not_been(tmp_path):
 
 def test_a_watchdog_says_who_waits_for_what_and_a_timeout_ends_it(tmp_path):
     recipe = write_small(tmp_path)
+    # Without a fault the same run ends well; it also compiles what a first run must, which may take longer than 6 s.
+    assert [rank.code for rank in run_ranks_to_end(tmp_path, recipe)] == [0, 0]
     recipe["trainer"]["strategy"]["init_args"] |= {"watchdog_seconds": 2, "timeout_seconds": 6}
     ended = run_ranks_to_end(tmp_path, recipe, fault=stall)
     assert "entrain: rank 0 has waited" in ended[0].text, ended[0].text
