@@ -54,18 +54,19 @@ def test_a_run_goes_on_under_any_other_plan(tmp_path):
     other = make_plan(folder, [("vision", (0, 4), 0), ("llm", (0, 1), 0), ("llm", (1, 3), 1)])
     paths = [tmp_path / name for name in ("two", "double", "one")]
     expected = save_after_two_steps(paths[2], one)
-    run_ranks(save_all, 2, paths[:2], [two, double])
+    cases = [(path, [other, double] if path == paths[2] else [other]) for path in paths]
+    for found in run_ranks(save_and_continue, 2, paths[:2], [two, double], cases):
+        for weights in found:
+            assert_same(weights, expected)
     for path in paths[:2]:
         assert_same(continue_under(path, [one])[0], expected)
-    for path in paths:
-        for found in run_ranks(continue_under, 2, path, [other, double] if path == paths[2] else [other]):
-            for weights in found:
-                assert_same(weights, expected)
 
 
-def save_all(paths, plans):
+def save_and_continue(paths, plans, cases):
+    """Save under each plan, then continue each checkpoint under other plans: all weights."""
     for path, plan in zip(paths, plans, strict=True):
         save_after_two_steps(path, plan)
+    return [weights for path, others in cases for weights in continue_under(path, others)]
 
 
 def assert_same(found, expected):
