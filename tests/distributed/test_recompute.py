@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import MIXED_TILES, SPLITS, SyntheticReader, make_plan, relative_error, run_pipeline, write_model
 
+from entrain_opt.runtime.families import MediaUnit
 from entrain_opt.runtime.recompute import layer_of
 from entrain_opt.runtime.stages import build_rank_model
 
@@ -22,6 +23,10 @@ def test_gradients_are_those_without_recompute(tmp_path, frozen):
         assert found_loss == pytest.approx(loss, rel=1e-6)
         assert set(found) == set(expected)
         assert relative_error(found, expected) < 1e-6
+
+
+def unit_of(tiles):
+    return MediaUnit(module="vision", segments=(tiles,), patches=(4 * tiles,), features=(4 * tiles,))
 
 
 def kept_bytes(model, run):
@@ -51,7 +56,7 @@ def test_a_layer_keeps_its_input_alone(tmp_path):
         inputs = []
         for layer in model.model.model.vision_tower.encoder.layers[1:]:
             layer.register_forward_pre_hook(lambda _, args, kept=inputs: kept.append(args[0].nbytes))
-        found[recompute], output = kept_bytes(model, lambda model=model: model.encode(1, hidden))
+        found[recompute], output = kept_bytes(model, lambda model=model: model.encode(1, hidden, unit_of(5)))
         assert output.requires_grad
         if recompute:
             found[recompute] += sum(inputs)
@@ -64,13 +69,13 @@ def test_layers_run_again_in_the_backward_pass_only_where_the_plan_says(tmp_path
     for name, module in model.model.named_modules():
         if name.endswith("mlp"):
             module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
-    model.encode(0, torch.randn(2, 3, 28, 28)).sum().backward()
+    model.encode(0, torch.randn(2, 3, 28, 28), unit_of(2)).sum().backward()
     vision = [name for name in calls if "vision_tower" in name]
     assert len(vision) == 2 * 4
     assert len(set(vision)) == 4
     calls.clear()
     with torch.no_grad():
-        model.encode(0, torch.randn(2, 3, 28, 28))
+        model.encode(0, torch.randn(2, 3, 28, 28), unit_of(2))
     assert len(calls) == 4
 
 
