@@ -26,7 +26,7 @@ def timelines(seed: int) -> dict[str, Timeline]:
     shape = PipelineShape(encoder_stages=3, llm_stages=5)
     found = {}
     for policy in POLICIES:
-        batch = assign_microbatches(costs, shape, num_microbatches=16, policy=policy, schedule="1f1b")
+        batch = assign_microbatches(costs, shape, num_microbatches=16, policy=policy)
         found[policy] = simulate(costs, batch, shape)
     return found
 
