@@ -10,6 +10,11 @@ SolverError. Price: seconds for 64 devices; CP-SAT is the default because it is 
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -110,7 +115,8 @@ def solve_ilp(
                 problem += on_rank(choice.mib[r], r) <= instance.limit_mib + excess * (1 - chosen[i])
 
     # Solve.
-    status = pulp.LpStatus[problem.solve(_solver(pulp, solver, time_limit_seconds, seed))]
+    with _output_to_stderr():
+        status = pulp.LpStatus[problem.solve(_solver(pulp, solver, time_limit_seconds, seed))]
     # A solver that stops at its time limit reports Optimal as well; only the status of the solution tells.
     proved = problem.sol_status == pulp.LpSolutionOptimal
     if status == "Infeasible" and incumbent is None:
@@ -147,6 +153,20 @@ def _read(instance: Instance, choices: list[Choice], chosen: list[Any], held: di
         sum(round(held[m, r].value()) for m in range(len(instance.num_layers))) for r in range(choice.pipeline)
     )
     return Ranked(choice=choice, ends=ends, ticks=instance.objective_ticks(choice, ends))
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """HiGHS greets on standard output whatever one asks for; that belongs to what the user asked to print there."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # C's own buffer, or the greeting would come later.
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def _solver(pulp: Any, name: str, time_limit_seconds: float, seed: int) -> Any:

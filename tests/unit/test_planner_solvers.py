@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +181,14 @@ def test_nothing_is_left_in_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     solve_ilp(random_instance(2))
     assert not list(tmp_path.iterdir())
+
+
+def test_solvers_leave_standard_output_alone():
+    """`entrain plan --json` is read by programs."""
+    code = (
+        "from test_planner_solvers import random_instance, solve_ilp\n"
+        "for name in ('highs', 'cbc'): print(name, solve_ilp(random_instance(3), solver=name) is not None)"
+    )
+    folder = Path(__file__).parent
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert run.stdout == "highs True\ncbc True\n"
