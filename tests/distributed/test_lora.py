@@ -67,7 +67,9 @@ def test_checkpoints_resume_and_export_merges(tmp_path):
 
     folder = write_model(tmp_path / "plain")
     model = adapted(folder)
-    checkpoints.save(tmp_path / "c", model, [], meta={"lora_scale": LORA.scale}, model_folder=folder, plan={})
+    meta = {"lora_scale": LORA.scale}
+    snapshot = checkpoints.take_snapshot(model, [], meta=meta, model_folder=folder, plan={})
+    checkpoints.write(tmp_path / "c", snapshot)
     other = build_rank_model(folder, make_plan(folder, SPLITS[1]), 0, seed=SEED + 1, lora=LORA)
     checkpoints.load_model(tmp_path / "c", other)
     restored = other.optimized_parameters()

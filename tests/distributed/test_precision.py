@@ -76,7 +76,8 @@ def test_small_updates_add_up_and_survive_a_checkpoint(tmp_path):
     assert torch.equal(weight, master.bfloat16())
     for _ in range(3):
         optimizer.step()
-    checkpoints.save(tmp_path / "c", model, [optimizer], meta={}, model_folder=folder, plan={})
+    snapshot = checkpoints.take_snapshot(model, [optimizer], meta={}, model_folder=folder, plan={})
+    checkpoints.write(tmp_path / "c", snapshot)
     other = half_model(folder)
     checkpoints.load_model(tmp_path / "c", other)
     assert torch.equal(other.optimized_parameters()[name], master)
