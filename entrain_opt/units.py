@@ -12,11 +12,6 @@ def seconds_to_ticks(seconds: float, tick_seconds: float) -> int:
     return math.ceil(seconds / tick_seconds - 1e-9)
 
 
-def bytes_to_mib(num_bytes: float) -> int:
-    """Round up to whole MiB: a plan may promise less free memory than real, never more."""
-    return math.ceil(num_bytes / MIB - 1e-9)
-
-
 def format_bytes(num_bytes: float) -> str:
     """`31.0 GiB`, `512 MiB`, `12 KiB`."""
     for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):

@@ -52,7 +52,7 @@ def anneal(
     while spent < budget:
         new_media, new_llm = current_media.copy(), current_llm.copy()
         new_count = change(new_media, new_llm, count, most, sample_of_media, media_first, cumulated, state)
-        dense_media, dense_llm, used = dense(new_media, new_llm, new_count, sample_of_media)
+        dense_media, dense_llm, used = dense(new_media, new_llm, new_count)
         if rules is None:
             ticks = eager_ticks(
                 dense_media, dense_llm, used, media, tokens, media_ticks, sample_ticks, stage_costs, encoders, stages,
@@ -77,8 +77,8 @@ def anneal(
 
 
 @compiled
-def dense(media: IntArray, llm: IntArray, count: int, sample_of_media: IntArray) -> tuple[IntArray, IntArray, int]:
-    """The layout without empty microbatches: media of one without samples waits for the next, still in time."""
+def dense(media: IntArray, llm: IntArray, count: int) -> tuple[IntArray, IntArray, int]:
+    """`work.place_media`, compiled: [M] and [N] microbatches without empty ones, and how many there are."""
     place = np.zeros(count + 1, dtype=np.int64)
     for sample in range(len(llm)):
         place[llm[sample] + 1] = 1
@@ -88,5 +88,5 @@ def dense(media: IntArray, llm: IntArray, count: int, sample_of_media: IntArray)
     for sample in range(len(llm)):
         dense_llm[sample] = place[llm[sample]]
     for item in range(len(media)):
-        dense_media[item] = min(place[media[item]], dense_llm[sample_of_media[item]])
+        dense_media[item] = place[media[item]]
     return dense_media, dense_llm, place[count]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from entrain_opt.assigner.work import Placement, SampleWork
+from entrain_opt.assigner.work import Placement, SampleWork, place_media
 from entrain_opt.assignment import IntArray
 
 
@@ -34,8 +32,5 @@ class Layout:
         return cls(media=placement.encoder_microbatch, llm=placement.llm_microbatch, count=placement.num_microbatches)
 
     def placement(self, work: SampleWork) -> Placement:
-        """Without empty microbatches: media of one without samples waits for the next, still in time."""
-        used, llm = np.unique(self.llm, return_inverse=True)
-        media = np.minimum(np.searchsorted(used, self.media), llm[work.costs.media_sample])
-        media = np.where(work.costs.has_media, media, -1)
-        return Placement(encoder_microbatch=media, llm_microbatch=llm, num_microbatches=len(used))
+        """Without empty microbatches."""
+        return place_media(work, self.media, self.llm)

@@ -148,11 +148,22 @@ def place_samples(work: SampleWork, encoder: IntArray, llm: IntArray) -> Placeme
         encoder: [N] microbatch of each sample's media items; ignored for samples without media.
         llm: [N] microbatch of each sample.
     """
-    # A microbatch exists for its samples; media of one without samples wait for the next, still in time for their own.
+    return place_media(work, encoder[work.costs.media_sample], llm)
+
+
+def place_media(work: SampleWork, media: IntArray, llm: IntArray) -> Placement:
+    """The placement of single media items, without empty microbatches.
+
+    A microbatch exists for its samples; media of one without samples wait for the next, still in time for their own.
+
+    Args:
+        work: N samples.
+        media: [M] microbatch of each media entry, not after its sample's; ignored where there is no media.
+        llm: [N] microbatch of each sample.
+    """
     used, dense_llm = np.unique(llm, return_inverse=True)
-    dense_encoder = np.searchsorted(used, encoder)
-    media = np.where(work.costs.has_media, dense_encoder[work.costs.media_sample], -1)
-    return Placement(encoder_microbatch=media, llm_microbatch=dense_llm, num_microbatches=len(used))
+    dense_media = np.where(work.costs.has_media, np.searchsorted(used, media), -1)
+    return Placement(encoder_microbatch=dense_media, llm_microbatch=dense_llm, num_microbatches=len(used))
 
 
 def microbatch_sums(microbatch: IntArray, values: FloatArray | IntArray, num_microbatches: int) -> FloatArray:

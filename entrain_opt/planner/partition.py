@@ -31,22 +31,6 @@ class Partition:
     ends: tuple[int, ...]
 
 
-def segment_sums(layer_ticks: IntArray, module_of_layer: IntArray, stage_ticks: IntArray) -> IntArray:
-    """[n + 1, n + 1] ticks of layers i to j - 1: their sum and, for every module among them, its stage's own part.
-
-    Entries with j <= i are IMPOSSIBLE: every rank holds a layer.
-    """
-    num_layers = len(layer_ticks)
-    prefix = np.concatenate([[0], np.cumsum(layer_ticks)])
-    sums = prefix[None, :] - prefix[:, None]
-    position = np.arange(num_layers + 1)
-    for module, ticks in enumerate(stage_ticks):
-        held = np.flatnonzero(module_of_layer == module)
-        overlaps = (position[:, None] <= held[-1]) & (position[None, :] > held[0])
-        sums = sums + np.where(overlaps, ticks, 0)
-    return np.where(position[None, :] > position[:, None], sums, IMPOSSIBLE)
-
-
 def partition_chain(
     costs_of_rank: Callable[[int], IntArray], num_ranks: int, *, fixed_ends: Mapping[int, int] | None = None
 ) -> Partition | None:

@@ -40,12 +40,6 @@ class BatchStatistics:
         """[K] mean sum of a batch."""
         return self.sums.mean(axis=0)
 
-    @property
-    def relative_deviation(self) -> NDArray[np.float64]:
-        """[K] standard deviation of the sums over their mean; 0 where nothing varies."""
-        mean = self.mean
-        return np.divide(self.sums.std(axis=0), mean, out=np.zeros_like(mean), where=mean != 0)
-
 
 def global_batch_statistics(
     values: Mapping[str, ArrayLike], global_batch_size: int, num_batches: int, *, seed: int = 0

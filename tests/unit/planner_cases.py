@@ -6,6 +6,7 @@ import numpy as np
 
 from entrain_opt.cost import CostModel
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
+from entrain_opt.planner.partition import IMPOSSIBLE
 from entrain_opt.spec import ClusterSpec, ModelSpec, ModuleSpec
 from entrain_opt.workload import SampleTable
 
@@ -72,3 +73,19 @@ def make_plan(stages: list[tuple[str, int, int, int]], *, data: int = 1, num_mic
         policy="pairwise",
         schedule="1f1b",
     )
+
+
+def segment_sums(layer_ticks: np.ndarray, module_of_layer: np.ndarray, stage_ticks: np.ndarray) -> np.ndarray:
+    """[n + 1, n + 1] ticks of layers i to j - 1: their sum and, for every module among them, its stage's own part.
+
+    Entries with j <= i are IMPOSSIBLE: every rank holds a layer.
+    """
+    num_layers = len(layer_ticks)
+    prefix = np.concatenate([[0], np.cumsum(layer_ticks)])
+    sums = prefix[None, :] - prefix[:, None]
+    position = np.arange(num_layers + 1)
+    for module, ticks in enumerate(stage_ticks):
+        held = np.flatnonzero(module_of_layer == module)
+        overlaps = (position[:, None] <= held[-1]) & (position[None, :] > held[0])
+        sums = sums + np.where(overlaps, ticks, 0)
+    return np.where(position[None, :] > position[:, None], sums, IMPOSSIBLE)

@@ -10,7 +10,7 @@ from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.layout import Layout
 from entrain_opt.assigner.moves import change
 from entrain_opt.assigner.random_numbers import random_below, random_state, random_unit
-from entrain_opt.assigner.work import sample_work
+from entrain_opt.assigner.work import place_media, sample_work
 from entrain_opt.assignment import BatchCosts
 from entrain_opt.plan import PipelineShape
 
@@ -32,6 +32,8 @@ def test_changes_keep_media_in_time_and_the_number_of_microbatches(seed, num_sam
     media, llm, count, sample_of_media, media_first = random_layout(seed, num_samples)
     most, state = max(count, num_samples), random_state(seed)
     cumulated = np.cumsum(np.random.default_rng(seed).random(num_samples))
+    costs = BatchCosts(encoder_seconds=np.ones(len(media)), llm_seconds=np.ones(num_samples), media_offsets=media_first)
+    work = sample_work(costs, PipelineShape())
     for _ in range(200):
         count = change(media, llm, count, most, sample_of_media, media_first, cumulated, state)
         assert count <= most
@@ -39,11 +41,14 @@ def test_changes_keep_media_in_time_and_the_number_of_microbatches(seed, num_sam
         assert llm.max() < count
         assert np.all(media >= 0)
         assert np.all(media <= llm[sample_of_media])
-        dense_media, dense_llm, used = dense(media, llm, count, sample_of_media)
+        dense_media, dense_llm, used = dense(media, llm, count)
         assert set(dense_llm.tolist()) == set(range(used))
         assert np.all(dense_media >= 0)
         assert np.all(dense_media <= dense_llm[sample_of_media])
-        assert np.array_equal(np.argsort(dense_llm, kind="stable"), np.argsort(llm, kind="stable"))
+        expected = place_media(work, media, llm)
+        assert expected.num_microbatches == used
+        assert np.array_equal(expected.llm_microbatch, dense_llm)
+        assert np.array_equal(expected.encoder_microbatch[work.costs.has_media], dense_media)
 
 
 def test_changes_reach_everything():

@@ -143,7 +143,7 @@ def test_qwen2_videos_equal_the_processor(family, video, tmp_path):
         "longest_edge": video.get("max_pixels", size["longest_edge"]),
     }
     count = borrowed(owner, "get_num_of_video_patches", size=size, patch_size=14, merge_size=2, temporal_patch_size=2)
-    compare_counts(rule, lambda *video: count(*video, {}), temporal=2)
+    assert_same_counts(rule, lambda *video: count(*video, {}), temporal=2)
 
 
 @pytest.mark.parametrize("cap", [None, True])
@@ -162,10 +162,10 @@ def test_qwen3_videos_equal_the_processor(cap, size, tmp_path, tokenizer):
         cap_pixels_per_frame=cap,
         max_video_tokens=768,
     )
-    compare_counts(rule, count, temporal=2)
+    assert_same_counts(rule, count, temporal=2)
 
 
-def compare_counts(rule: MediaRule, count, *, temporal: int) -> None:
+def assert_same_counts(rule: MediaRule, count, *, temporal: int) -> None:
     accepted = 0
     for frames, width, height in sizes_and_lengths(2000):
         try:

@@ -68,7 +68,7 @@ def test_sensible_edits_are_accepted(edit, change):
     assert edit(change).model == "hand-built"
 
 
-def test_moving_the_border_of_a_stage_is_accepted(edit):
+def test_moving_the_border_of_a_stage_is_accepted(plan, edit):
     def move(content):
         first, second = content["stages"][:2]
         if first["module"] != second["module"]:
@@ -76,7 +76,9 @@ def test_moving_the_border_of_a_stage_is_accepted(edit):
         first["layers"][1] -= 1
         second["layers"][0] -= 1
 
-    edit(move)
+    moved = edit(move).stages
+    assert moved != plan.stages
+    assert [stage.rank for stage in moved] == [stage.rank for stage in plan.stages]
 
 
 @pytest.mark.parametrize(

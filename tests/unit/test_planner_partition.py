@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_cases import segment_sums
 
-from entrain_opt.planner.partition import IMPOSSIBLE, partition_chain, segment_sums
+from entrain_opt.planner.partition import IMPOSSIBLE, partition_chain
 
 layers = st.lists(st.integers(0, 50), min_size=2, max_size=9)
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planner_cases import make_costs, make_model, make_plan, make_samples
+from planner_cases import make_costs, make_model, make_plan, make_samples, segment_sums
 
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.cuts import Cuts, fastest_slowest
 from entrain_opt.planner.order import find_order
-from entrain_opt.planner.partition import partition_chain, segment_sums
+from entrain_opt.planner.partition import partition_chain
 from entrain_opt.planner.stability import LISTED_SIZES, plan_stability
 
 PLAN = make_plan([("vision", 0, 6, 0), ("vision", 6, 12, 1), ("llm", 0, 3, 2), ("llm", 3, 6, 3)])

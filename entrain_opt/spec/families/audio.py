@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from entrain_opt.spec.families.fields import Fields, unknown
+from entrain_opt.spec.families.fields import Fields, known_type
 from entrain_opt.spec.model import AttentionWindow, LayerKind, ModuleSpec
 
 _QWEN = {
@@ -51,9 +51,7 @@ def read_audio(
         RuntimeConfigError: an unknown type, or a field without sense.
     """
     given = given or {}
-    name = default if fixed else given.get("model_type", default)
-    if name not in _DEFAULTS:
-        raise unknown(f"{where}.model_type", _DEFAULTS, name)
+    name = known_type(given, where, _DEFAULTS, default=default, fixed=fixed)
     audio = Fields(given, _DEFAULTS[name], where)
     layers = audio.count("encoder_layers", "num_hidden_layers")
     hidden, inner = audio.count("d_model", "hidden_size"), audio.count("encoder_ffn_dim", "intermediate_size")

@@ -102,3 +102,22 @@ def part(config: Mapping[str, Any], name: str, where: str) -> dict[str, Any] | N
 def unknown(where: str, expected: Iterable[str], found: object) -> RuntimeConfigError:
     """The error for a model type that nothing here knows."""
     return RuntimeConfigError(f"{where}: expected one of {sorted(expected)}, found {found!r}. {GUIDE}")
+
+
+def known_type(given: Mapping[str, Any], where: str, known: Iterable[str], *, default: str, fixed: bool = False) -> str:
+    """The model type of a part.
+
+    Args:
+        given: its config.
+        where: file and part, for messages.
+        known: types that a reader takes.
+        default: where the config has none.
+        fixed: that type is the only one, whatever the config says.
+
+    Raises:
+        RuntimeConfigError: another type.
+    """
+    name = default if fixed else given.get("model_type", default)
+    if name not in known:
+        raise unknown(f"{where}.model_type", known, name)
+    return str(name)

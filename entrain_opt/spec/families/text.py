@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.spec.families.fields import Fields, unknown
+from entrain_opt.spec.families.fields import Fields, known_type
 from entrain_opt.spec.model import AttentionWindow, LayerKind, ModuleSpec
 
 
@@ -137,9 +137,7 @@ def read_text(given: Mapping[str, Any] | None, where: str, *, default: str, fixe
         RuntimeConfigError: an unknown type, or a field without sense.
     """
     given = given or {}
-    name = default if fixed else given.get("model_type", default)
-    if name not in _TYPES:
-        raise unknown(f"{where}.model_type", _TYPES, name)
+    name = known_type(given, where, _TYPES, default=default, fixed=fixed)
     kind = _TYPES[name]
     text = Fields(given, kind.defaults, where, _NULLABLE)
     hidden, layers, vocabulary = text.count("hidden_size"), text.count("num_hidden_layers"), text.count("vocab_size")

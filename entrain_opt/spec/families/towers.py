@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.spec.families.fields import Fields, unknown
+from entrain_opt.spec.families.fields import Fields, known_type
 from entrain_opt.spec.model import ModuleSpec
 
 _BASE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -54,9 +54,7 @@ def read_tower(
         RuntimeConfigError: an unknown type, or a field without sense.
     """
     given = (absent or {}) if given is None else given
-    name = default if fixed else given.get("model_type", default)
-    if name not in _DEFAULTS:
-        raise unknown(f"{where}.model_type", _DEFAULTS, name)
+    name = known_type(given, where, _DEFAULTS, default=default, fixed=fixed)
     vision = Fields(given, _DEFAULTS[name], where)
     hidden, inner = vision.count("hidden_size"), vision.count("intermediate_size")
     head = vision.share("num_attention_heads", hidden, "hidden_size")
