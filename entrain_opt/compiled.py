@@ -1,7 +1,8 @@
 """Numba's `njit` with a cache on disk that notices every change of this package's compiled code.
 
 Numba looks at the file of a function only. A compiled function that calls one of another file would go on running the
-old code after that file changed. So all compiled code is kept under a hash of the source files that hold any.
+old code after that file changed. So all compiled code is kept under a hash of the source files that hold any, or
+constants of it.
 
 Compiled code runs without the interpreter's lock, so that a search in a background thread never stops training.
 
@@ -27,12 +28,7 @@ _PACKAGE = Path(__file__).parent
 
 def compiled(function: Function) -> Function:
     """Compile on first call; the result is kept on disk."""
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(_cache_dir())
-    try:
-        return njit(cache=True, nogil=True)(function)
-    finally:
-        config.CACHE_DIR = before
+    return _kept(function)
 
 
 def borrowing(function: Function) -> Function:
@@ -41,17 +37,21 @@ def borrowing(function: Function) -> Function:
     Numba counts references to arrays with atomic operations wherever one is bound to another name, as `inlined`
     functions do with each of their arguments. Here there is nothing to count, which halves the time of small steps.
     """
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(_cache_dir())
-    try:
-        return njit(cache=True, nogil=True, _nrt=False)(function)
-    finally:
-        config.CACHE_DIR = before
+    return _kept(function, _nrt=False)
 
 
 def inlined(function: Function) -> Function:
     """Compile into every caller: for a function with one caller, whose many arrays would cost more than its work."""
     return njit(inline="always")(function)
+
+
+def _kept(function: Function, **options: bool) -> Function:
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(_cache_dir())
+    try:
+        return njit(cache=True, nogil=True, **options)(function)
+    finally:
+        config.CACHE_DIR = before
 
 
 @cache
@@ -60,7 +60,8 @@ def _cache_dir() -> Path:
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         source = path.read_bytes()
-        if b"entrain_opt.compiled" in source:
+        # Compiled code holds the values of the columns' names.
+        if b"entrain_opt.compiled" in source or path.stem.endswith("columns"):
             digest.update(source)
     name = f"compiled-{digest.hexdigest()[:16]}"
     if config.CACHE_DIR:

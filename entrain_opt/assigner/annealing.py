@@ -29,7 +29,7 @@ def anneal(
     budget: float, media_first: IntArray, cumulated: NDArray[np.float64], state: NDArray[np.uint64], media: IntArray,
     tokens: IntArray, media_ticks: IntArray, sample_ticks: IntArray, stage_costs: IntArray, encoders: IntArray,
     stages: IntArray, rules: IntArray | None, settings: IntArray,
-) -> tuple[float, IntArray, IntArray, float, int]:  # fmt: skip
+) -> tuple[float, IntArray, IntArray, float]:  # fmt: skip
     """Improve a layout.
 
     Args:
@@ -42,13 +42,13 @@ def anneal(
             Numba compiles only what the given case needs.
 
     Returns:
-        Ticks of the best layout, its microbatches of media and samples, what was spent, and evaluations.
+        Ticks of the best layout, its microbatches of media and samples, and what was spent.
     """
     num_samples = len(llm_microbatch)
     sample_of_media = np.ascontiguousarray(media[:, SAMPLE])
     current_media, current_llm, current_ticks = media_microbatch, llm_microbatch, start_ticks
     best_media, best_llm, best_ticks = media_microbatch, llm_microbatch, start_ticks
-    spent, evaluations = 0.0, 0
+    spent = 0.0
     while spent < budget:
         new_media, new_llm = current_media.copy(), current_llm.copy()
         new_count = change(new_media, new_llm, count, most, sample_of_media, media_first, cumulated, state)
@@ -65,7 +65,6 @@ def anneal(
             )  # fmt: skip
         now = temperature * (1 - spent / budget)
         spent += used / num_samples
-        evaluations += 1
         if ticks == INFEASIBLE:
             continue
         worse = ticks - current_ticks
@@ -73,7 +72,7 @@ def anneal(
             current_media, current_llm, current_ticks, count = dense_media, dense_llm, ticks, used
             if ticks < best_ticks:
                 best_media, best_llm, best_ticks = dense_media, dense_llm, ticks
-    return best_ticks, best_media, best_llm, spent, evaluations
+    return best_ticks, best_media, best_llm, spent
 
 
 @compiled

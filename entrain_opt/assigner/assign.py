@@ -42,7 +42,7 @@ def assign_microbatches(
             (arXiv 2605.27918, Algorithm 3); the others are for comparison, and each says in its module under `peers/`
             where it comes from.
         schedule: the order that will run the microbatches; policies that search play placements through under it.
-        effort: how long they search: `fast`, `default` or `thorough`.
+        effort: how long they search, one of `EFFORTS`.
         seed: of their random moves.
 
     Returns:

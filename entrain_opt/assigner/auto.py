@@ -58,7 +58,7 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
     best_seconds, _, best = tried[0]
     if work.num_samples > 1 and best_seconds < math.inf:
         # Fewer microbatches are cheaper to play, so more changes are tried; the best of all gets the rest.
-        few = [entry for entry in tried if entry[2].count <= FEW * work.num_samples]
+        few = [entry for entry in tried if entry[2].count <= FEW * work.num_samples and entry[0] < math.inf]
         if few and few[0][2] is not best:
             few_seconds, few_best = search.anneal(few[0][2], few[0][0], search.left * FEW_SHARE)
             if few_seconds < best_seconds:

@@ -22,7 +22,7 @@ from entrain_opt.assigner.pipeline_columns import (
     PATCHES_LIMIT,
     TOKENS_LIMIT,
 )
-from entrain_opt.assigner.unit_kernel import breaks_limits, encoder_units, sources_of_llm
+from entrain_opt.assigner.unit_kernel import breaks_limits, encoder_units, llm_units, sources_of_llm
 from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import NONE
 
@@ -38,22 +38,12 @@ def eager_ticks(
     """Ticks of one iteration, or INFEASIBLE; arguments as `iteration_ticks`."""
     num_stages, num_llm_stages = len(stages), sample_ticks.shape[1]
     first_llm = num_stages - num_llm_stages
-    # Language-model units.
-    llm_unit, num_llm = np.full(num_microbatches, NONE, dtype=np.int64), 0
-    for sample in range(len(llm_microbatch)):
-        llm_unit[llm_microbatch[sample]] = 0
-    for microbatch in range(num_microbatches):
-        if llm_unit[microbatch] == 0:
-            llm_unit[microbatch] = num_llm
-            num_llm += 1
-    llm_amount = np.zeros(num_llm, dtype=np.int64)
-    for sample in range(len(llm_microbatch)):
-        llm_amount[llm_unit[llm_microbatch[sample]]] += tokens[sample]
+    llm_unit, llm_amount = llm_units(llm_microbatch, num_microbatches, tokens)
+    num_llm = len(llm_amount)
     if settings[TOKENS_LIMIT] != NONE:
         for unit in range(num_llm):
             if llm_amount[unit] > settings[TOKENS_LIMIT]:
                 return INFEASIBLE
-    # Encoder units.
     unit_of_media, unit_first, _, unit_amount, pair_first, pair_llm = encoder_units(
         encoder_microbatch, llm_microbatch, llm_unit, num_llm, num_microbatches, media, encoders
     )

@@ -35,22 +35,18 @@ class Evaluator:
         work: N >= 1 samples of one replica.
         schedule: the order that will run them.
         general: evaluate as every case is, even where a faster way exists; the seconds are the same.
-
-    Attributes:
-        evaluations: how many placements have been scored so far.
     """
 
     def __init__(self, work: SampleWork, schedule: str, *, general: bool = False) -> None:
         order = _SCORED_AS.get(schedule, schedule)
         costs, shape = work.costs, work.shape
         stages = costs.stage_costs(shape)
-        seconds = [
-            *zip(stages.forward_seconds, stages.backward_seconds, strict=True),
-        ]
         fixed = np.array([stages.forward_fixed_seconds, stages.backward_fixed_seconds])
-        total = sum(float(f.sum() + b.sum()) for f, b in seconds) + float(fixed.sum()) * work.num_samples
+        total = (
+            sum(float(f.sum() + b.sum()) for f, b in zip(stages.forward_seconds, stages.backward_seconds, strict=True))
+            + float(fixed.sum()) * work.num_samples
+        )
         self.seconds_per_tick = total / TICKS if total > 0 else 1.0
-        self.evaluations = 0
         first_llm = shape.num_encoder_stages
         self._has_media = costs.has_media
         rows = np.flatnonzero(self._has_media)
@@ -86,7 +82,6 @@ class Evaluator:
 
     def seconds(self, placement: Placement) -> float:
         """Iteration time; infinite where a memory limit is broken."""
-        self.evaluations += 1
         layout = (
             placement.encoder_microbatch[self._has_media],
             placement.llm_microbatch,
@@ -119,7 +114,7 @@ class Evaluator:
             state: of the random numbers; changed.
         """
         rows = np.flatnonzero(self._has_media)
-        ticks, media, llm, spent, evaluations = anneal(
+        ticks, media, llm, spent = anneal(
             start.media[rows],
             start.llm,
             start.count,
@@ -134,7 +129,6 @@ class Evaluator:
             self._rules,
             self._settings,
         )
-        self.evaluations += evaluations
         all_media = start.media.copy()
         all_media[rows] = media
         return ticks * self.seconds_per_tick, Layout(media=all_media, llm=llm, count=int(llm.max()) + 1), spent

@@ -34,7 +34,9 @@ from entrain_opt.errors import SolverError
 #: How far above the lower bound an answer is good enough, as a part of it.
 TOLERANCE = 0.03
 #: Deterministic seconds of the solver, by effort; one is 5 to 15 seconds of one core for these models.
-DETERMINISTIC_LIMITS: Mapping[str, float] = MappingProxyType({"fast": 0.01, "default": 0.02, "thorough": 1.0})
+DETERMINISTIC_LIMITS: Mapping[str, float] = MappingProxyType(
+    {"least": 0.005, "fast": 0.01, "default": 0.02, "thorough": 1.0}
+)
 #: Swaps of microbatches that are tried on each solution.
 MAX_SWAPS = 100
 #: Wall-clock seconds kept back for reading the answer, and below which no solver is started.
@@ -162,11 +164,11 @@ class _Best:
         layout, seconds = Layout.of(placement), self._evaluator.seconds(placement)
         swaps = list(combinations(range(layout.count), 2))
         # Swaps go round and round until none of the last round helped.
-        since, turn, left = 0, 0, MAX_SWAPS
-        while since < len(swaps) and left:
+        since, turn = 0, 0
+        while since < len(swaps) and turn < MAX_SWAPS:
             swapped = _swapped(self._work, layout, *swaps[turn % len(swaps)])
             swapped_seconds = self._evaluator.seconds(swapped.placement(self._work))
-            since, turn, left = since + 1, turn + 1, left - 1
+            since, turn = since + 1, turn + 1
             if swapped_seconds < seconds:
                 layout, seconds, since = swapped, swapped_seconds, 0
         if seconds < self.seconds:

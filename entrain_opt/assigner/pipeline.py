@@ -27,7 +27,7 @@ from entrain_opt.assigner.pipeline_columns import (
     TOKENS_LIMIT,
     WEIGHT_PERMILLE,
 )
-from entrain_opt.assigner.unit_kernel import breaks_limits, encoder_units, sources_of_llm
+from entrain_opt.assigner.unit_kernel import breaks_limits, encoder_units, llm_units, sources_of_llm
 from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import (
     AMOUNT,
@@ -83,18 +83,12 @@ def iteration_ticks(
         stages, rules: templates for `play`, without slots and turns.
         settings: [4] limits and what the order follows.
     """
-    count_llm = np.zeros(num_microbatches, dtype=np.int64)
-    llm_amounts = np.zeros(num_microbatches, dtype=np.int64)
-    for sample in range(len(llm_microbatch)):
-        count_llm[llm_microbatch[sample]] += 1
-        llm_amounts[llm_microbatch[sample]] += tokens[sample]
-    llm_unit, num_llm = np.full(num_microbatches, NONE, dtype=np.int64), 0
-    for microbatch in range(num_microbatches):
-        if count_llm[microbatch]:
-            if settings[TOKENS_LIMIT] != NONE and llm_amounts[microbatch] > settings[TOKENS_LIMIT]:
+    llm_unit, llm_amount = llm_units(llm_microbatch, num_microbatches, tokens)
+    num_llm = len(llm_amount)
+    if settings[TOKENS_LIMIT] != NONE:
+        for unit in range(num_llm):
+            if llm_amount[unit] > settings[TOKENS_LIMIT]:
                 return INFEASIBLE
-            llm_unit[microbatch] = num_llm
-            num_llm += 1
     unit_of_media, unit_first, unit_microbatch, unit_amount, pair_first, pair_llm = encoder_units(
         encoder_microbatch, llm_microbatch, llm_unit, num_llm, num_microbatches, media, encoders
     )
@@ -116,7 +110,7 @@ def iteration_ticks(
             count += unit_first[encoder + 1] - unit_first[encoder]
         stages[stage, SLOT_END] = count
     slots, links, turns, turn_of_llm = _lay_out(
-        stages, first_llm, num_llm, llm_unit, llm_amounts, unit_first, unit_microbatch, unit_amount, pair_first,
+        stages, first_llm, num_llm, llm_unit, llm_amount, unit_first, unit_microbatch, unit_amount, pair_first,
         pair_llm, source_first, sources, encoders, num_microbatches,
     )  # fmt: skip
     durations, transfer = _durations(
@@ -165,7 +159,7 @@ def _encoder_of_stage(encoders: IntArray, stage: int) -> int:
 
 @compiled
 def _lay_out(
-    stages: IntArray, first_llm: int, num_llm: int, llm_unit: IntArray, llm_amounts: IntArray, unit_first: IntArray,
+    stages: IntArray, first_llm: int, num_llm: int, llm_unit: IntArray, llm_amount: IntArray, unit_first: IntArray,
     unit_microbatch: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray,
     sources: IntArray, encoders: IntArray, num_microbatches: int,
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:  # fmt: skip
@@ -215,7 +209,7 @@ def _lay_out(
             slot = first + i
             slots[slot, STAGE], slots[slot, SEQUENCE], slots[slot, POSITION] = stage, slot, i
             microbatch = microbatch_of_llm[i] if is_llm else unit_microbatch[first_unit + i]
-            slots[slot, AMOUNT] = llm_amounts[microbatch] if is_llm else unit_amount[first_unit + i]
+            slots[slot, AMOUNT] = llm_amount[i] if is_llm else unit_amount[first_unit + i]
             key = (microbatch * num_stages + num_stages - 1 - stage) * count + slot
             slots[slot, FORWARD_KEY] = slots[slot, BACKWARD_KEY] = key
             first_pair = 0 if is_llm else pair_first[first_unit + i]

@@ -1,7 +1,8 @@
-"""Which units an assignment makes of an encoder's media, compiled.
+"""Which units an assignment makes, compiled.
 
-A unit is what one encoder runs at once: the media items of a microbatch, or, where gradients return, those of them that
-one language-model microbatch consumes. A pair is a unit and a consumer.
+A unit of the language model is a microbatch with samples. A unit of an encoder is what it runs at once: the media items
+of a microbatch, or, where gradients return, those of them that one language-model microbatch consumes. A pair is a unit
+of an encoder and a consumer.
 
 Price: linear in media items and microbatches (counting sorts).
 """
@@ -24,6 +25,22 @@ from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import LIMIT, NONE
 
 IntArray = NDArray[np.int64]
+
+
+@compiled
+def llm_units(llm_microbatch: IntArray, num_microbatches: int, tokens: IntArray) -> tuple[IntArray, IntArray]:
+    """[K] language-model unit of each microbatch that has samples (else NONE), and [units] their tokens."""
+    unit, count = np.full(num_microbatches, NONE, dtype=np.int64), 0
+    for sample in range(len(llm_microbatch)):
+        unit[llm_microbatch[sample]] = 0
+    for microbatch in range(num_microbatches):
+        if unit[microbatch] == 0:
+            unit[microbatch] = count
+            count += 1
+    amount = np.zeros(count, dtype=np.int64)
+    for sample in range(len(llm_microbatch)):
+        amount[unit[llm_microbatch[sample]]] += tokens[sample]
+    return unit, amount
 
 
 @compiled

@@ -6,7 +6,6 @@ of a failure on every rank.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.utilities import rank_zero_only
 from rich.console import Console
 
 from entrain_opt.errors import RuntimeConfigError
@@ -43,7 +43,7 @@ class EntrainCLI(LightningCLI):
             raise RuntimeConfigError(
                 f"trainer.strategy: expected entrain_opt.EntrainStrategy, found {type(strategy).__name__}."
             )
-        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) != 0:
+        if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
             return
         from entrain_opt.planner.limits import memory_limit
         from entrain_opt.planner.table import plan_table
@@ -100,7 +100,7 @@ def run_lightning(arguments: Sequence[str]) -> int:
             parser_kwargs={"prog": "entrain"},
         )
     except Preempted as stopped:
-        if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0:
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
             print(f"entrain: {stopped}", file=sys.stderr, flush=True)
         return EXIT_CODE
     return 0

@@ -111,10 +111,9 @@ def measurement(recipe: Recipe, console: Console) -> Callable[[], MeasuredCosts]
     def measure() -> MeasuredCosts:
         from entrain_opt.planner.resolve import busy_processes
         from entrain_opt.runtime.measure import measure_costs
-        from entrain_opt.spec.cluster import ClusterSpec
 
         options = recipe.options
-        busy = busy_processes(ClusterSpec(device=options.device, devices_per_node=recipe.devices_per_node))
+        busy = busy_processes(options.cluster(recipe.num_nodes, recipe.devices_per_node))
         console.print(
             f"Measuring the layers of {recipe.model_folder} with {busy} process{'es' * (busy > 1)} at once (about ten "
             "seconds, kept for the next time) ...",

@@ -95,18 +95,14 @@ def _from_flags(arguments: argparse.Namespace) -> Recipe:
             "plan: expected at least 1 for --devices, --devices-per-node and --global-batch-size, found "
             f"{devices}, {per_node} and {arguments.global_batch_size}."
         )
-    per_node = min(per_node, devices)
-    if devices % per_node:
-        raise RuntimeConfigError(
-            f"--devices: expected a multiple of {per_node} devices per node, found {devices}. Give --devices-per-node."
-        )
+    num_nodes, per_node = split_into_nodes(devices, per_node, where="--devices")
     found: dict[str, Any] = device_options(arguments.cluster)
     return Recipe(
         path=Path(f"{Path(arguments.model).name}-{found['device']}-{devices}.yaml"),
         model_folder=arguments.model,
         dataset=arguments.data,
         global_batch_size=arguments.global_batch_size,
-        num_nodes=devices // per_node,
+        num_nodes=num_nodes,
         devices_per_node=per_node,
         options=PlanOptions(cost_model="analytic", **{"precision": "bf16-mixed"} | found),
     )
@@ -121,3 +117,17 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(value) for value in text.split(","))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected whole numbers with commas between, found {text!r}") from error
+
+
+def split_into_nodes(devices: int, per_node: int, *, where: str) -> tuple[int, int]:
+    """(nodes, devices of each); a node is no larger than the whole.
+
+    Raises:
+        RuntimeConfigError: the last node would not be full.
+    """
+    per_node = min(per_node, devices)
+    if devices % per_node:
+        raise RuntimeConfigError(
+            f"{where}: expected a multiple of {per_node} devices per node, found {devices}. Give --devices-per-node."
+        )
+    return devices // per_node, per_node

@@ -40,13 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     from entrain_opt.cli.plan import measurement
     from entrain_opt.cli.recipe import read_recipe
     from entrain_opt.planner.resolve import measured_costs_path
-    from entrain_opt.spec.cluster import ClusterSpec
 
     recipe, console = read_recipe(arguments.config), Console()
     measured = measurement(recipe, console)()
     path = measured_costs_path(
         recipe.model_folder,
-        ClusterSpec(device=recipe.options.device, devices_per_node=recipe.devices_per_node),
+        recipe.options.cluster(recipe.num_nodes, recipe.devices_per_node),
         frozen=recipe.frozen,
         options=recipe.options,
         cache_dir=arguments.cache_dir or recipe.cache_dir,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from entrain_opt.cli.plan_arguments import split_into_nodes
 from entrain_opt.cli.recipe import Recipe
 from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.plan import Plan
@@ -91,13 +92,8 @@ def _changed(recipe: Recipe, key: str, value: str) -> Recipe:
         return replace(recipe, frozen=() if value == "none" else tuple(value.split("+")))
     if not value.isdigit() or int(value) < 1:
         raise RuntimeConfigError(f"--what-if devices: expected whole numbers of at least 1, found {value!r}.")
-    devices = int(value)
-    per_node = min(recipe.devices_per_node, devices)
-    if devices % per_node:
-        raise RuntimeConfigError(
-            f"--what-if devices: expected a multiple of {per_node} devices per node, found {value}."
-        )
-    return replace(recipe, num_nodes=devices // per_node, devices_per_node=per_node)
+    num_nodes, per_node = split_into_nodes(int(value), recipe.devices_per_node, where="--what-if devices")
+    return replace(recipe, num_nodes=num_nodes, devices_per_node=per_node)
 
 
 def _solve(recipe: Recipe, samples: SampleTable) -> Case:

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.ahead import AheadLoader
 from entrain_opt.runtime.batches import RankBatch, RankBatchBuilder, SampleReader
-from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.runtime.unreadable import SkippingReader
 from entrain_opt.workload.formats import is_trace
@@ -80,7 +79,8 @@ class MultimodalDataModule(pl.LightningDataModule):
         global_batch_size: samples of one optimizer step, over all replicas.
         validation_dataset: None for no validation.
         bad_samples: `error` names all bad samples and stops; `skip` leaves them out and prints how many, also those
-            that turn out to be unreadable while training, whose label tokens then leave the loss on every rank.
+            that turn out to be unreadable behind their headers while training, whose label tokens then leave the loss
+            on every rank.
         num_workers: loader processes per rank; assignments are computed there, ahead of training. 0: a background
             thread works one batch ahead.
         shuffle: reshuffle the training data every epoch.
@@ -125,14 +125,16 @@ class MultimodalDataModule(pl.LightningDataModule):
         trainer: Any = self.trainer
         strategy, module = trainer.strategy, trainer.lightning_module
         reader: SampleReader | None = None
+        family = None
         if not strategy.rehearsal:
-            reader = ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir)
+            content = ChatReader.open(path, samples, module.model_folder, cache_dir=strategy.cache_dir)
+            reader, family = content, content.family
             if self.bad_samples == "skip":
-                reader = SkippingReader(reader, samples)
+                reader = SkippingReader(content, samples)
         builder = RankBatchBuilder(
             samples=samples,
             reader=reader,
-            family=None if strategy.rehearsal else read_family(module.model_folder),
+            family=family,
             plan=strategy.plan,
             cost_model=strategy.cost_model,
             replica=strategy.groups.replica,

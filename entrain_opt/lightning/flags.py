@@ -11,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.plugins.io import TorchCheckpointIO
-from pytorch_lightning.strategies import Strategy
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.precision import check_precision
@@ -34,7 +33,7 @@ def check_trainer(trainer: pl.Trainer, *, emulated: bool = False) -> None:
             "trainer.callbacks: an emulated run has no weights, so it writes no checkpoints. Remove ModelCheckpoint "
             "and set enable_checkpointing: false."
         )
-    check_flags(trainer, trainer.strategy)
+    check_flags(trainer)
     if trainer.accumulate_grad_batches != 1:
         raise RuntimeConfigError(
             f"trainer.accumulate_grad_batches: expected 1, found {trainer.accumulate_grad_batches}. A step is one "
@@ -49,8 +48,9 @@ def check_trainer(trainer: pl.Trainer, *, emulated: bool = False) -> None:
         )
 
 
-def check_flags(trainer: pl.Trainer, strategy: Strategy) -> None:
+def check_flags(trainer: pl.Trainer) -> None:
     """Raise RuntimeConfigError that names the first flag or callback that cannot work, why, and what to do."""
+    strategy = trainer.strategy
     overfit = trainer.overfit_batches  # type: ignore[attr-defined]
     if overfit:
         raise RuntimeConfigError(

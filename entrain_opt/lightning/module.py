@@ -143,7 +143,11 @@ class MultimodalModule(pl.LightningModule):
         self.log("loss", metrics.loss, prog_bar=True, batch_size=batch_size)
         shown = {"tokens/s": round(values["tokens_per_second"]), "bubble": round(metrics.bubble_share, 3)}
         self.log_dict(shown, prog_bar=True, logger=False, batch_size=batch_size)
-        values |= {"gradient_norm": metrics.gradient_norm, "skipped_steps": float(runner.skipped_steps)}
+        values |= {
+            "gradient_norm": metrics.gradient_norm,
+            "skipped_steps": float(runner.skipped_steps),
+            "left_out_samples": float(batch.num_left_out),
+        }
         self.log_dict(values, batch_size=batch_size)
         return metrics.loss
 

@@ -70,7 +70,7 @@ class PreemptionGuard(Callback):
 
     def _mark(self, number: int, _: Any) -> None:
         self._received = number
-        self._strategy.runner.stop_requested = True
+        self._strategy.request_stop()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -97,19 +97,21 @@ class PreemptionGuard(Callback):
         if trainer.state.fn == "fit" and trainer.global_step > 0:
             self._save(trainer)
             self._stop_if_saved()
-        raise Preempted("stopped by a signal before the first step; nothing was saved.")
+        raise Preempted("stopped by a signal; nothing was saved, because there was nothing new.")
 
     def _save(self, trainer: pl.Trainer) -> None:
-        requeue = self._previous.get(self._received or 0) if self._received != signal.SIGTERM else None
-        if callable(requeue):
-            requeue(self._received, None)  # Lightning's: saves a checkpoint and asks SLURM to queue the job again.
-            self._saved = Path(trainer.default_root_dir)
-            return
+        if self._strategy.emulate is not None:
+            raise Preempted("stopped by a signal; an emulated run saves nothing.")
+        self._strategy.writer.background = False  # Nothing trains on while it is written.
+        # The signal may not have reached every rank yet, and all must write to one path.
+        if self._strategy.reduce_boolean_decision(self._received not in (None, signal.SIGTERM), all=False):
+            number = self._strategy.cluster_environment.requeue_signal  # type: ignore[union-attr]
+            self._previous[number](number, None)  # Lightning's: saves, and asks SLURM to queue the job again.
+            raise Preempted("stopped by the requeue signal; saved, and SLURM was asked to queue the job again.")
         found: Any = trainer.checkpoint_callback
         folder = Path(found.dirpath) if found is not None and found.dirpath else Path(trainer.default_root_dir)
         path = folder / f"preempted-step={trainer.global_step}.ckpt"
         trainer.save_checkpoint(path)
-        self._strategy.writer.wait()
         self._saved = path
 
     def _stop_if_saved(self) -> None:

@@ -42,6 +42,11 @@ def resolve_run(
     data = data if data is not None else trainer.datamodule  # type: ignore[attr-defined]
     check_parts(module, data, emulated=strategy.emulate is not None)
     options = strategy.options
+    if strategy.emulate is None and options.device == "cpu" and strategy.root_device.type != "cpu":
+        raise RuntimeConfigError(
+            f"trainer.strategy.device: expected a device of the catalogue or a cluster file for this run on "
+            f"{strategy.root_device.type}, found none. Name it, for example device: A100-80GB."
+        )
     found = resolve(
         model_folder=module.model_folder,
         dataset=data.dataset,
@@ -92,7 +97,7 @@ def _measurement(strategy: EntrainStrategy, module: Any) -> Callable[[], Measure
     def measure() -> MeasuredCosts:
         from entrain_opt.runtime.measure import measure_costs
 
-        busy = busy_processes(ClusterSpec(device=strategy.options.device, devices_per_node=strategy.num_processes))
+        busy = busy_processes(strategy.options.cluster(*strategy.planned_nodes))
         return measure_costs(
             module.model_folder,
             frozen=module.frozen,

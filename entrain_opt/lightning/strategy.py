@@ -217,7 +217,7 @@ class EntrainStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self.precision_plugin = plugin_of_stages(self.precision_plugin)
-        waits = WaitLog()
+        waits = self._waits = WaitLog()
         self._failures = FailureBoard(
             self.global_rank,
             self.world_size,
@@ -359,6 +359,11 @@ class EntrainStrategy(DDPStrategy):
             self._failures.close()
         super().teardown()
 
+    def request_stop(self) -> None:
+        """End after the current step; before setup and after the run there is nothing to end."""
+        if self._runner is not None:
+            self._runner.stop_requested = True
+
     def _agree(self, work: Any) -> Any:
         """Run `work` on rank 0 only; every rank raises its error. Other ranks get None."""
         outcome: list[EntrainError | None] = [None]
@@ -368,7 +373,8 @@ class EntrainStrategy(DDPStrategy):
                 found = work()
             except EntrainError as error:
                 outcome = [error]
-        dist.broadcast_object_list(outcome, src=0)
+        with self._waits.on("the first rank to check the run and find its plan"):
+            dist.broadcast_object_list(outcome, src=0)
         if outcome[0] is not None:
             raise outcome[0] if self.is_global_zero else PeerFailure(str(outcome[0]))
         return found

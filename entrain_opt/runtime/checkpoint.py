@@ -258,7 +258,8 @@ def export(path: Path, output: Path) -> None:
     stored = _stored(path)
     with torch.device("meta"):
         model: Any = family.build()
-    dtype = next(entry.properties.dtype for name, entry in stored.items() if name.startswith("model."))
+    dtypes = {entry.properties.dtype for name, entry in stored.items() if name.startswith("model.")}
+    dtype = max(dtypes, key=lambda one: one.itemsize)  # Masters are float32 beside frozen weights in bfloat16.
     materialize(model, set(), seed=None, dtype=dtype)
     tie(model, family.tied())
     with torch.no_grad():

@@ -91,7 +91,8 @@ class StandInReducer(GradientReducer):
         self.ends, free = {}, 0.0
         for stage, work, ready in self._started:
             if work is not None:
-                work.wait()
+                with self._groups.waits.on("the sum of gradients over replicas"):
+                    work.wait()
             free = max(float(ready), free) + self.scaled_seconds[stage]
             self.ends[stage] = free
         self._started.clear()

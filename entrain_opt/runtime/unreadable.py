@@ -5,6 +5,8 @@ has planned the step with that sample. So it stays in its microbatch with zeros 
 taken out on the rank that has them, and its label tokens leave the denominator of the loss on every rank. The gradient
 is that of the global batch without the sample.
 
+Limit: where a family needs shapes or text around its media, a header that no longer reads ends the run, as under
+`error`.
 Price: one small reduction per step, only under the policy `skip`.
 """
 

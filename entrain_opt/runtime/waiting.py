@@ -75,17 +75,12 @@ class WaitLog:
 
     Attributes:
         doing: the action of the schedule that runs, or that the current wait belongs to.
-        last: the latest wait, for the error that ended it.
+        current: the wait that it is in, if any.
     """
 
     def __init__(self) -> None:
         self.doing: object = "no step yet"
-        self.last: Wait | None = None
-        self._current: Wait | None = None
-
-    @property
-    def current(self) -> Wait | None:
-        return self._current
+        self.current: Wait | None = None
 
     def on(self, what: object) -> _Waiting:
         """Context of one wait; `what` completes the words "waits for".
@@ -97,12 +92,8 @@ class WaitLog:
 
     def describe(self) -> str:
         """What the rank does, as the end of a sentence that begins with its name."""
-        wait = self._current
+        wait = self.current
         return f"has waited {wait} (at {self.doing})" if wait is not None else f"is at {self.doing}"
-
-    def _set(self, wait: Wait | None) -> None:
-        self._current = wait
-        self.last = wait or self.last
 
 
 class _Waiting:
@@ -115,11 +106,11 @@ class _Waiting:
 
     def __enter__(self) -> None:
         self._outer = self._log.current
-        self._log._set(Wait(self._what, time.monotonic()))
+        self._log.current = Wait(self._what, time.monotonic())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         wait = self._log.current
-        self._log._set(self._outer)
+        self._log.current = self._outer
         if isinstance(error, RuntimeError):
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(f"Rank {dist.get_rank()} waited {wait}, in vain: {first_line}") from error

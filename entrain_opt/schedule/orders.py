@@ -60,7 +60,7 @@ class ReplicaSchedule:
 
 
 def schedule_replica(
-    work: ReplicaWork, shape: PipelineShape, *, order: str = "1f1b", costs: BatchCosts | None = None
+    work: ReplicaWork, shape: PipelineShape, *, order: str, costs: BatchCosts | None = None
 ) -> ReplicaSchedule:
     """The order in which each rank of a replica runs its actions.
 

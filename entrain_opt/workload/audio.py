@@ -13,8 +13,9 @@ import os
 import wave
 from typing import BinaryIO
 
-from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.conversation import MediaItem
+from entrain_opt.workload.optional import media_package
 
 
 def read_audio_seconds(item: MediaItem) -> float:
@@ -56,13 +57,7 @@ def _wav_seconds(file: BinaryIO, item: MediaItem) -> float | None:
 
 
 def _soundfile_seconds(file: BinaryIO, item: MediaItem) -> float:
-    try:
-        import soundfile
-    except ImportError as error:
-        raise RuntimeConfigError(
-            f"{item.path}: not a PCM WAV file; other audio needs the package soundfile: `pip install soundfile` "
-            "(or `entrain-opt[media]`)."
-        ) from error
+    soundfile = media_package("soundfile", f"{item.path}: not a PCM WAV file; other audio")
     try:
         information = soundfile.info(file)
     except (soundfile.SoundFileError, RuntimeError) as error:

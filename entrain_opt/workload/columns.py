@@ -80,6 +80,11 @@ class Layout:
                 f"dataset: {path}: expected a column messages, or texts (with user and assistant), and images "
                 f"beside it; found {list(names)}. Rename the column that holds the conversation.{hint}"
             )
+        for kind in MEDIA_KINDS:
+            if {kind, f"{kind}s"} <= set(names):
+                raise WorkloadError(
+                    f"dataset: {path}: expected one column of {kind}s, found {kind} and {kind}s. Drop one of them."
+                )
         media = {kind: name for kind in MEDIA_KINDS for name in (kind, f"{kind}s") if name in names}
         return cls(text=text, media=media, id=next((name for name in _ID_COLUMNS if name in names), None))
 
@@ -129,9 +134,7 @@ class ColumnShard(Shard):
                     )
 
     def find_ids(self) -> Iterator[str | None]:
-        if self.layout.id is None:
-            yield from (f"{self.name}:{row}" for row in range(len(self)))
-            return
+        assert self.layout.id is not None  # Asked only of shards that have ids.
         for _, batch in self.batches(0, len(self), [self.layout.id]):
             if isinstance(batch, BadSample):
                 yield from [None] * batch.num_samples

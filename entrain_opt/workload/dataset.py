@@ -47,7 +47,7 @@ class ChatDataset:
         lengths = [len(shard) for shard in self.shards]
         self._offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
         if not len(self):
-            raise WorkloadError(f"dataset: {self.path} holds no line with a sample.")
+            raise WorkloadError(f"dataset: {self.path} holds no sample.")
 
     def __len__(self) -> int:
         return int(self._offsets[-1])

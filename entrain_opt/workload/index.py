@@ -223,7 +223,7 @@ class _Job:
     def part_keys(self, mapped: Mapper) -> list[str]:
         """The key of each part."""
         model = model_key(self.model)
-        if self.num_workers and self.num_rows >= _ROWS_TO_HASH_APART:
+        if (self.num_workers or self.engine == "ray") and self.num_rows >= _ROWS_TO_HASH_APART:
             states = dict(self._shown("Looking for changes", mapped(rows_state, self.ranges), self.ranges))
         else:
             states = {index: rows_state(task) for index, task in enumerate(self.ranges)}
@@ -290,4 +290,5 @@ def _bar(title: str, total_rows: int) -> Iterator[Callable[[int], None]]:
     try:
         yield advance
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

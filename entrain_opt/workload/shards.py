@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.bad_samples import BadSample
 from entrain_opt.workload.conversation import ChatSample, Place, media_item, sample_from_messages
+from entrain_opt.workload.samples import MEDIA_KINDS
 
 _SCAN_BYTES = 1 << 24
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -142,10 +143,12 @@ class JsonLines(Shard):
         place = Place(location=self.location(row), folder=self.path.parent)
         record = _parse_object(line, place)
         beside = {}
-        if (images := record.get("images")) is not None:
-            if not isinstance(images, list):
-                raise place.error(f"images: expected a list of paths, found {type(images).__name__}.")
-            beside["image"] = [media_item(image, "image", f"images[{i}]", place) for i, image in enumerate(images)]
+        for kind in MEDIA_KINDS:
+            name = f"{kind}s"
+            if (values := record.get(name)) is not None:
+                if not isinstance(values, list):
+                    raise place.error(f"{name}: expected a list of paths, found {type(values).__name__}.")
+                beside[kind] = [media_item(value, kind, f"{name}[{i}]", place) for i, value in enumerate(values)]
         return sample_from_messages(
             record.get("messages"), beside, sample_id=record.get("id", self._own_id(row)), place=place
         )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.conversation import MediaItem
+from entrain_opt.workload.optional import media_package
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +30,7 @@ def read_video_length(item: MediaItem) -> VideoLength:
         WorkloadError: the file is missing or not a video.
         RuntimeConfigError: `av` is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise RuntimeConfigError(
-            f"{item.path}: reading videos needs the package av: `pip install av` (or `entrain-opt[media]`)."
-        ) from error
+    av = media_package("av", f"{item.path}: reading videos")
     with item.open() as file:
         try:
             with av.open(file) as container:

@@ -10,14 +10,14 @@ second of audio where the rate is converted, far less where it is not.
 from __future__ import annotations
 
 import wave
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.audio import read_audio_seconds
 from entrain_opt.workload.conversation import MediaItem
+from entrain_opt.workload.optional import media_package
 
 FloatArray = NDArray[np.float32]
 _PCM_SCALE = {1: 1 << 7, 2: 1 << 15, 4: 1 << 31}
@@ -65,7 +65,7 @@ def _read_wav(item: MediaItem) -> tuple[FloatArray, int] | None:
 
 
 def _read_soundfile(item: MediaItem) -> tuple[FloatArray, int]:
-    soundfile = _package("soundfile", f"{item.path}: not a PCM WAV file; other audio")
+    soundfile = media_package("soundfile", f"{item.path}: not a PCM WAV file; other audio")
     with item.open() as file:
         try:
             values, rate = soundfile.read(file, dtype="float32", always_2d=True)
@@ -75,21 +75,10 @@ def _read_soundfile(item: MediaItem) -> tuple[FloatArray, int]:
 
 
 def _resampled(samples: FloatArray, own_rate: int, rate: int, item: MediaItem) -> FloatArray:
-    soxr = _package("soxr", f"{item.path}: {own_rate} samples per second; the model takes {rate}, and converting")
+    soxr = media_package("soxr", f"{item.path}: {own_rate} samples per second; the model takes {rate}, and converting")
     return np.asarray(soxr.resample(samples, own_rate, rate), dtype=np.float32)
 
 
 def _fit(samples: FloatArray, count: int) -> FloatArray:
     """Exactly `count` samples: the converter's rounding of the last one is undone."""
     return np.pad(samples[:count], (0, max(0, count - len(samples))))
-
-
-def _package(name: str, need: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RuntimeConfigError(
-            f"{need} needs the package {name}: `pip install {name}` (or `entrain-opt[media]`)."
-        ) from error

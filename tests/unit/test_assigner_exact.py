@@ -8,10 +8,10 @@ import pytest
 from entrain_opt.assigner import POLICIES, sample_work
 from entrain_opt.assigner.auto import place_auto
 from entrain_opt.assigner.evaluate import Evaluator
-from entrain_opt.assigner.exact import TOLERANCE, place_exact, solve_exact, work_seconds
+from entrain_opt.assigner.exact import DETERMINISTIC_LIMITS, TOLERANCE, place_exact, solve_exact, work_seconds
 from entrain_opt.assigner.exact_scope import choose_scope
 from entrain_opt.assigner.joint import place_joint
-from entrain_opt.assigner.settings import SearchSettings
+from entrain_opt.assigner.settings import EFFORTS, SearchSettings
 from entrain_opt.assigner.work import place_samples
 from entrain_opt.assignment import Assignment, BatchCosts, StageCosts
 from entrain_opt.plan import PipelineShape
@@ -311,3 +311,7 @@ def test_the_policy_leaves_a_good_answer_alone_and_never_makes_it_worse():
         found = place_exact(work, None, FAST)
         check(work, found)
         assert evaluator.seconds(found) <= evaluator.seconds(place_auto(work, None, FAST))
+
+
+def test_every_effort_has_a_limit():
+    assert DETERMINISTIC_LIMITS.keys() == EFFORTS.keys()

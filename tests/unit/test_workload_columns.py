@@ -267,5 +267,5 @@ def test_unpacked_copies_are_made_once_and_follow_the_file(tmp_path):
 
 def test_empty_parquet_raises(tmp_path):
     pq.write_table(fine_vision(3).slice(0, 0), tmp_path / "d.parquet")
-    with pytest.raises(WorkloadError, match="no line with a sample"):
+    with pytest.raises(WorkloadError, match="holds no sample"):
         ChatDataset(tmp_path / "d.parquet")

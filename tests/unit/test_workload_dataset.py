@@ -124,7 +124,7 @@ def test_reading_does_not_depend_on_the_platform_encoding(tmp_path):
 def test_missing_and_empty_files_raise(tmp_path):
     with pytest.raises(WorkloadError, match=r"expected a JSONL or Parquet file.*none\.jsonl"):
         ChatDataset(tmp_path / "none.jsonl")
-    with pytest.raises(WorkloadError, match="no line with a sample"):
+    with pytest.raises(WorkloadError, match="holds no sample"):
         write(tmp_path / "empty.jsonl", "", "  ")
 
 

@@ -144,3 +144,18 @@ def test_sizes_that_a_processor_refuses_are_bad_samples_of_a_trace(tmp_path):
     write(pa.table({name: values[:1] for name, values in rows.items()}), path)
     with pytest.raises(WorkloadError, match="No sample is left"):
         load_index(path, folder, policy="skip", cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_media_beside_the_messages_of_a_line_have_their_places_or_are_named(kind, tmp_path):
+    answer = {"role": "assistant", "content": "yes"}
+
+    def read(content):
+        record = {"messages": [{"role": "user", "content": content}, answer], f"{kind}s": ["x.bin"]}
+        (tmp_path / "d.jsonl").write_text(json.dumps(record), encoding="utf-8")
+        return ChatDataset(tmp_path / "d.jsonl")[0]
+
+    (item,) = read([{"type": kind}, {"type": "text", "text": "?"}]).media
+    assert (item.kind, item.path) == (kind, tmp_path / "x.bin")
+    with pytest.raises(WorkloadError, match=f"{kind}s"):
+        read("a text without a place")

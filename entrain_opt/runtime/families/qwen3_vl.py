@@ -93,8 +93,10 @@ class Qwen3VLFamily(NativeResolutionFamily):
         spans: Sequence[Span] = (),
     ) -> Tensor:
         rows, *deep = torch.split(hidden, self.llm_width(), dim=1)
-        for index in range(*layers):
-            rows = super().decode(model, rows, position_ids, segment_offsets, (index, index + 1))
-            if deep:
-                rows = rows + deep.pop(0)
+        first, end = layers
+        while deep and first < end:
+            rows = super().decode(model, rows, position_ids, segment_offsets, (first, first + 1)) + deep.pop(0)
+            first += 1
+        if first < end:
+            rows = super().decode(model, rows, position_ids, segment_offsets, (first, end))
         return torch.cat([rows, *deep], dim=1) if deep else rows

@@ -20,7 +20,7 @@ from entrain_opt.errors import WorkloadError
 
 IntArray = NDArray[np.int64]
 Method = Literal["all", "uniform", "qwen2", "qwen3", "internvl", "smolvlm"]
-#: What Qwen3-VL and SmolVLM assume of a video whose rate is unknown.
+#: What Qwen3-VL assumes of a video whose rate is unknown, and SmolVLM's timestamps where every frame is taken.
 ASSUMED_FPS = 24.0
 
 

@@ -32,14 +32,12 @@ class SmartResizeRule(MediaRule):
         patch_side: pixels.
         merge: patches per token and side.
         min_pixels, max_pixels: of the resized image.
-        max_aspect_ratio: the processor's own guard.
     """
 
     patch_side: int
     merge: int
     min_pixels: int
     max_pixels: int
-    max_aspect_ratio: float = MAX_ASPECT_RATIO
 
     def image(self, width: int, height: int) -> MediaSize:
         columns, rows = (side // self.patch_side for side in self.resized(width, height))
@@ -52,7 +50,7 @@ class SmartResizeRule(MediaRule):
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
         """(width, height) that the processor resizes to, each at least one merged patch."""
-        check_sides(width, height, self.max_aspect_ratio)
+        check_sides(width, height, MAX_ASPECT_RATIO)
         return resized_sides(
             width,
             height,
