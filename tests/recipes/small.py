@@ -77,7 +77,7 @@ def choose(lines, count):
     return several + text + kinds[1][: count - len(several) - len(text)]
 
 
-def entrain(folder, recipe, *arguments, command="fit", launcher=(), timeout_seconds=600):
+def entrain(folder, recipe, *arguments, command="fit", launcher=(), timeout_seconds=300):
     """Run `entrain COMMAND --config recipe ARGUMENTS` in `folder`; returns the finished process and its seconds."""
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     main = [*launcher, "-m", "entrain_opt.cli.main"] if launcher else [sys.executable, "-m", "entrain_opt.cli.main"]
