@@ -32,6 +32,8 @@ from entrain_opt.assignment import IntArray
 
 #: Counts of microbatches that are tried, as parts of the number of samples.
 _PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
+#: Microbatches that stand before the largest one, as parts of all; the best depends on memory and on the encoder.
+_SHARES_BEFORE_LARGEST = (0.3, 0.6, 0.15, 0.45)
 #: Start temperature of the annealing, as a part of the iteration time.
 START_TEMPERATURE = 0.003
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
@@ -117,15 +119,13 @@ def _starts(work: SampleWork, num_microbatches: int | None, budget: int) -> Iter
 
 
 def _orders(work: SampleWork, microbatch: IntArray, count: int) -> Iterator[IntArray]:
-    """Orders of the microbatches: small ones at both ends, largest first, large ones spread evenly."""
+    """Orders of the microbatches: small ones at both ends, and the largest after different parts of them.
+
+    Large ones stand beside each other, so that what one costs its neighbours is paid once.
+    """
     loads = normalised_loads(work)
-    encoder = np.bincount(microbatch, weights=loads[:, 0], minlength=count)
     llm = np.bincount(microbatch, weights=loads[:, 1], minlength=count)
-    rising = np.argsort(encoder + llm, kind="stable")
-    yield np.concatenate([rising[::2], rising[1::2][::-1]])
-    yield rising[::-1]
-    # By the golden ratio, successive ones land far apart whatever their number.
-    place = np.empty(count)
-    place[rising[::-1]] = np.arange(count) * 0.6180339887498949 % 1
-    yield np.argsort(place, kind="stable")
-    yield np.argsort(encoder - llm, kind="stable")
+    rising = np.argsort(llm, kind="stable")
+    for share in _SHARES_BEFORE_LARGEST:
+        before = np.diff(np.floor(np.arange(count + 1) * share)) > 0
+        yield np.concatenate([rising[before], rising[~before][::-1]])

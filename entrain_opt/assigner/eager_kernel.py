@@ -1,8 +1,8 @@
-"""The list scheduler's loop for `eager` with one stage on each rank.
+"""The list scheduler's loop for `eager`, and `zero_bubble` in limited memory, with one stage on each rank.
 
-The rules are those of `schedule/kernel.py`, to the tick, with what this case does not need left out: no windows, no
-split backwards, a backward is ready when its gradient is there, and where memory is limited every encoder unit has one
-consumer. A test holds both together.
+The rules are those of `schedule/kernel.py`, to the tick, with what these cases do not need left out: no windows, a
+backward is ready when its gradient is there, and where memory is limited every encoder unit has one consumer. A test
+holds both together.
 
 Price: 40 to 70 ns per operation.
 """
@@ -17,6 +17,7 @@ from entrain_opt.compiled import borrowing, compiled, inlined
 from entrain_opt.schedule.columns import GUARDED, HAS_BACKWARD, LIMIT, NONE
 from entrain_opt.schedule.heap import pop, push
 from entrain_opt.schedule.kernel import NEVER
+from entrain_opt.schedule.memory import kept_amount
 
 IntArray = NDArray[np.int64]
 ByteArray = NDArray[np.uint8]
@@ -25,6 +26,8 @@ ByteArray = NDArray[np.uint8]
 _WAITS, _READY, _STARTED = 0, 1, 2
 # Where a stage's outputs go, and where its units are: [S, 4].
 _FORWARD_ROUTE, _BACKWARD_ROUTE, _BASE, _NUM_UNITS = range(4)
+# What a rank runs: 3 * unit + kind.
+_FORWARD, _BACKWARD, _WEIGHT = range(3)
 # To the neighbour, between encoder and language model, nowhere.
 _NEXT, _EXIT, _END = range(3)
 # What a stage holds: [S, 5] amount and units; of its turns (language-model units), the oldest that is unfinished, the
@@ -36,14 +39,16 @@ _UNSTARTED, _UNSTARTED_AMOUNT, _HELD, _NUM_HELD, _UNFINISHED = range(5)
 
 @compiled
 def play_eager(
-    ticks: IntArray, stages: IntArray, encoders: IntArray, first_llm: int, num_llm: int, llm_amount: IntArray,
-    unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray,
-    sources: IntArray,
+    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, first_llm: int, num_llm: int,
+    llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
+    source_first: IntArray, sources: IntArray,
 ) -> int:  # fmt: skip
     """Run everything; returns the last tick, or -1 where something could not run.
 
     Args:
-        ticks: [3, S, units] forward, backward and transfer of every unit on every stage.
+        ticks: [4, S, units] forward, backward (of inputs only where it is split), transfer and weight gradients of
+            every unit on every stage.
+        splits: whether weight gradients may run on their own, when nothing else can.
         stages, encoders: as in `iteration_ticks`.
         first_llm: the first language-model stage.
         num_llm: language-model units.
@@ -69,25 +74,28 @@ def play_eager(
         if missing[unit] == 0:
             state[0, first_llm, unit] = _READY
             num_ready[0, first_llm] += 1
+    # Split backwards whose weight gradients have not run, of each stage in order, and the first and the end of them.
+    pending, queue = np.empty((num_stages, width), dtype=np.int64), np.zeros((num_stages, 2), dtype=np.int64)
     running, finish = np.full(num_stages, NONE, dtype=np.int64), np.full(num_stages, NEVER, dtype=np.int64)
     was_backward = np.zeros(num_stages, dtype=np.uint8)
     # Ranks that may have something to start.
     is_touched, touched = np.ones(num_stages, dtype=np.uint8), np.arange(num_stages)
     arrivals = np.empty((2 * num_stages * width + 2 * len(pair_llm) + 1, 2), dtype=np.int64)
     return _run(
-        ticks, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, running, finish, was_backward,
-        is_touched, touched, arrivals, first_llm, llm_amount, unit_first, unit_amount, pair_first, pair_llm,
-        source_first, sources, expected,
+        ticks, splits, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, pending, queue,
+        running, finish, was_backward, is_touched, touched, arrivals, first_llm, llm_amount, unit_first, unit_amount,
+        pair_first, pair_llm, source_first, sources, expected,
     )  # fmt: skip
 
 
 @borrowing
 def _run(
-    ticks: IntArray, stages: IntArray, encoders: IntArray, routes: IntArray, state: ByteArray, num_ready: IntArray,
-    lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, running: IntArray, finish: IntArray,
-    was_backward: ByteArray, is_touched: ByteArray, touched: IntArray, arrivals: IntArray, first_llm: int,
-    llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
-    source_first: IntArray, sources: IntArray, expected: int,
+    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, routes: IntArray, state: ByteArray,
+    num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, pending: IntArray,
+    queue: IntArray, running: IntArray, finish: IntArray, was_backward: ByteArray, is_touched: ByteArray,
+    touched: IntArray, arrivals: IntArray, first_llm: int, llm_amount: IntArray, unit_first: IntArray,
+    unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray,
+    expected: int,
 ) -> int:  # fmt: skip
     """The loop over time; `expected` operations in all."""
     num_stages, width = ticks.shape[1], ticks.shape[2]
@@ -97,14 +105,14 @@ def _run(
         for i in range(num_touched):
             stage = touched[i]
             is_touched[stage] = 0
-            kind, unit = 1, NONE
+            kind, unit = _BACKWARD, NONE
             if num_ready[1, stage] == 0 or was_backward[stage]:
                 if num_ready[0, stage]:
                     unit = _forward(
                         stages, state, num_ready, lowest, held, turns, routes, first_llm, llm_amount, unit_amount,
                         pair_first, pair_llm, source_first, sources, stage,
                     )  # fmt: skip
-                kind = 0 if unit != NONE else 1
+                kind = _FORWARD if unit != NONE else _BACKWARD
             if unit == NONE and num_ready[1, stage]:
                 unit = lowest[1, stage]
                 while state[1, stage, unit] != _READY:
@@ -114,8 +122,24 @@ def _run(
                 state[kind, stage, unit] = _STARTED
                 num_ready[kind, stage] -= 1
                 was_backward[stage] = kind
-                running[stage] = 2 * unit + kind
+                running[stage] = 3 * unit + kind
                 finish[stage] = now + ticks[kind, stage, unit]
+                if splits and kind == _BACKWARD:
+                    kept = kept_amount(_amount(routes, first_llm, llm_amount, unit_amount, stage, unit))
+                    limit = stages[stage, LIMIT]
+                    if (limit == NONE or held[stage, _AMOUNT] + kept <= limit) and _returns_gradients(
+                        stages, encoders, routes, unit_first, source_first, sources, stage, unit
+                    ):
+                        held[stage, _AMOUNT] += kept
+                        pending[stage, queue[stage, 1]] = unit
+                        queue[stage, 1] += 1
+                    else:
+                        finish[stage] += ticks[3, stage, unit]
+            elif queue[stage, 0] < queue[stage, 1]:
+                unit = pending[stage, queue[stage, 0]]
+                queue[stage, 0] += 1
+                running[stage] = 3 * unit + _WEIGHT
+                finish[stage] = now + ticks[3, stage, unit]
         num_touched = 0
         following = NEVER
         for stage in range(num_stages):
@@ -128,11 +152,19 @@ def _run(
         for stage in range(num_stages):
             if finish[stage] != now:
                 continue
-            unit, kind = running[stage] >> 1, running[stage] & 1
+            unit, kind = running[stage] // 3, running[stage] % 3
             running[stage], finish[stage] = NONE, NEVER
             num_touched = _touch(running, is_touched, touched, num_touched, stage)
+            is_limited = stages[stage, LIMIT] != NONE
+            if kind == _WEIGHT:
+                if is_limited:
+                    held[stage, _AMOUNT] -= kept_amount(
+                        _amount(routes, first_llm, llm_amount, unit_amount, stage, unit)
+                    )
+                    _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
+                continue
             expected -= 1
-            if kind == 0:
+            if kind == _FORWARD:
                 route, late = routes[stage, _FORWARD_ROUTE], ticks[2, stage, unit]
                 if route == _EXIT:
                     for i in range(
@@ -156,8 +188,13 @@ def _run(
                 elif stages[stage, HAS_BACKWARD]:
                     _ready(state, num_ready, lowest, 1, stage, unit)
                 continue
-            if stages[stage, LIMIT] != NONE:
-                _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
+            if is_limited:
+                if stage < first_llm:
+                    turns[stage, pair_llm[pair_first[routes[stage, _BASE] + unit]], _UNFINISHED] -= 1
+                    _move_oldest(turns, held, stage)
+                last = queue[stage, 1] - 1
+                if last < queue[stage, 0] or pending[stage, last] != unit:  # Its weight gradients are done as well.
+                    _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
             route = routes[stage, _BACKWARD_ROUTE]
             if route == _EXIT:
                 for i in range(source_first[unit], source_first[unit + 1]):
@@ -295,18 +332,40 @@ def _release(
     held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
     pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
 ) -> None:  # fmt: skip
-    """A backward on a limited stage is done."""
+    """The activations of a unit on a limited stage are gone."""
+    amount = _amount(routes, first_llm, llm_amount, unit_amount, stage, unit)
     held[stage, _UNITS] -= 1
-    if stage >= first_llm:
-        held[stage, _AMOUNT] -= llm_amount[unit]
-        return
-    amount = unit_amount[routes[stage, _BASE] + unit]
-    turn = pair_llm[pair_first[routes[stage, _BASE] + unit]]
     held[stage, _AMOUNT] -= amount
-    turns[stage, turn, _HELD] -= amount
-    turns[stage, turn, _NUM_HELD] -= 1
-    turns[stage, turn, _UNFINISHED] -= 1
-    _move_oldest(turns, held, stage)
+    if stage < first_llm:
+        turn = pair_llm[pair_first[routes[stage, _BASE] + unit]]
+        turns[stage, turn, _HELD] -= amount
+        turns[stage, turn, _NUM_HELD] -= 1
+
+
+@inlined
+def _amount(
+    routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray, stage: int, unit: int
+) -> int:
+    """Tokens or patches of a unit."""
+    return llm_amount[unit] if stage >= first_llm else unit_amount[routes[stage, _BASE] + unit]
+
+
+@inlined
+def _returns_gradients(
+    stages: IntArray, encoders: IntArray, routes: IntArray, unit_first: IntArray, source_first: IntArray,
+    sources: IntArray, stage: int, unit: int,
+) -> bool:  # fmt: skip
+    """Whether a unit's backward hands gradients on; only then are there weight gradients apart from them."""
+    if routes[stage, _BACKWARD_ROUTE] != _EXIT:
+        return routes[stage, _BACKWARD_ROUTE] == _NEXT
+    found = False
+    for i in range(source_first[unit], source_first[unit + 1]):
+        encoder = 0
+        while sources[i] >= unit_first[encoder + 1]:
+            encoder += 1
+        last = encoders[encoder, FIRST_STAGE] + encoders[encoder, NUM_STAGES] - 1
+        found = found or stages[last, HAS_BACKWARD] != 0
+    return found
 
 
 @borrowing

@@ -73,8 +73,9 @@ class Evaluator:
             template.stages,
         )
         self._settings = _settings(shape, order)
-        # The common case has an evaluation of its own.
-        simple = not general and order == "eager" and shape.ranks_of_stages == tuple(range(shape.num_stages))
+        # The common cases have an evaluation of their own.
+        as_eager = order == "eager" or (order == "zero_bubble" and None not in shape.stage_limits)
+        simple = not general and as_eager and shape.ranks_of_stages == tuple(range(shape.num_stages))
         self._rules = None if simple else template.rules
         self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
         weights = np.sqrt(normalised_loads(work).max(axis=1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.assigner.random_numbers import random_below
 from entrain_opt.compiled import compiled
 
 IntArray = NDArray[np.int64]
@@ -17,6 +18,8 @@ FloatArray = NDArray[np.float64]
 
 #: An improvement smaller than this is rounding.
 EPSILON = 1e-12
+#: Pairs that a kick swaps: few, so that most of what is good stays.
+SWAPS_PER_KICK = 4
 
 
 @compiled
@@ -117,6 +120,54 @@ def improve_by_swaps(
                     sizes[there] += 1
         if not improved:
             return
+
+
+@compiled
+def improve_from_kicks(
+    loads: FloatArray, amounts: FloatArray, microbatch: IntArray, num_microbatches: int, limits: FloatArray,
+    rounds: int, kicks: int, state: NDArray[np.uint64],
+) -> None:  # fmt: skip
+    """Iterated local search: swap a few random pairs, improve by swaps, and keep what is better.
+
+    Args:
+        loads, amounts, limits, rounds: as in `improve_by_swaps`.
+        microbatch: [N] improved in place.
+        num_microbatches: K.
+        kicks: how often.
+        state: of the random numbers; changed.
+    """
+    least = _sum_of_squares(loads, microbatch, num_microbatches)
+    for _ in range(kicks):
+        trial = microbatch.copy()
+        for _ in range(SWAPS_PER_KICK):
+            i, j = random_below(state, len(trial)), random_below(state, len(trial))
+            trial[i], trial[j] = trial[j], trial[i]
+        if not _keeps_limits(amounts, trial, num_microbatches, limits):
+            continue
+        improve_by_swaps(loads, amounts, trial, num_microbatches, limits, rounds)
+        found = _sum_of_squares(loads, trial, num_microbatches)
+        if found < least - EPSILON:
+            least = found
+            microbatch[:] = trial
+
+
+@compiled
+def _sum_of_squares(loads: FloatArray, microbatch: IntArray, num_microbatches: int) -> float:
+    sums = np.zeros((num_microbatches, 2))
+    for item in range(len(microbatch)):
+        sums[microbatch[item]] += loads[item]
+    return float((sums * sums).sum())
+
+
+@compiled
+def _keeps_limits(amounts: FloatArray, microbatch: IntArray, num_microbatches: int, limits: FloatArray) -> bool:
+    held = np.zeros((num_microbatches, 2))
+    for item in range(len(microbatch)):
+        held[microbatch[item]] += amounts[item]
+    fits = True
+    for m in range(num_microbatches):
+        fits = fits and held[m, 0] <= limits[0] and held[m, 1] <= limits[1]
+    return fits
 
 
 @compiled

@@ -49,6 +49,7 @@ from entrain_opt.schedule.columns import (
     SLOTS,
     SLOTS_END,
     SPLIT,
+    SPLITS,
     STAGE,
     TURN_COLUMNS,
     TURN_END,
@@ -119,10 +120,10 @@ def iteration_ticks(
     )  # fmt: skip
     expected = 0
     for slot in range(count):
-        expected += 1 + stages[slots[slot, STAGE], HAS_BACKWARD] + slots[slot, SPLIT]
+        expected += 1 + stages[slots[slot, STAGE], HAS_BACKWARD]
     if settings[TIMED]:
         orders, _, _, end = play(rules, stages, slots, turns, links, turn_of_llm, durations, transfer)
-        return float(_largest(end)) if len(orders) == expected else INFEASIBLE
+        return float(_largest(end)) if _num_passes(orders, count) == expected else INFEASIBLE
     missing = np.ones(3 * count, dtype=np.int64)
     missing[: 2 * count] = 0
     for slot in range(count):
@@ -133,12 +134,21 @@ def iteration_ticks(
         rules, stages, slots, turns, links, turn_of_llm, np.ones(3 * count, dtype=np.int64),
         np.zeros(count, dtype=np.int64),
     )  # fmt: skip
-    if len(orders) != expected:
+    if _num_passes(orders, count) != expected:
         return INFEASIBLE
     times, _ = play_orders(
         stages, slots, links, orders, order_first, durations.astype(np.float64), transfer.astype(np.float64), missing
     )
     return float(_largest(times[1]))
+
+
+@compiled
+def _num_passes(orders: IntArray, count: int) -> int:
+    """Forwards and backwards that ran; how many backwards were split is the scheduler's choice."""
+    passes = 0
+    for operation in orders:
+        passes += operation < 2 * count
+    return passes
 
 
 @compiled
@@ -275,7 +285,7 @@ def _durations(
     for slot in range(count):
         stage = slots[slot, STAGE]
         if settings[SPLIT_BACKWARD] and slots[slot, BACKWARD_END] > slots[slot, BACKWARD]:
-            slots[slot, SPLIT] = 1
+            slots[slot, SPLIT] = SPLITS
             weights = durations[count + slot] * stage_costs[stage, WEIGHT_PERMILLE] // 1000
             durations[2 * count + slot] = weights
             durations[count + slot] -= weights

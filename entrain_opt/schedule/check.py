@@ -9,6 +9,7 @@ from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.actions import Backward, BackwardInput
 from entrain_opt.schedule.graph import WorkGraph, split_slots, work_graph
+from entrain_opt.schedule.memory import kept_amount
 from entrain_opt.schedule.orders import ReplicaSchedule, memory_limits
 from entrain_opt.schedule.replay import replay
 from entrain_opt.schedule.work import ReplicaWork
@@ -70,15 +71,20 @@ def _check_memory(graph: WorkGraph, orders: list[list[int]], split: set[int], co
             limit = limits[stage]
             if limit is None:
                 continue
+            kept = kept_amount(amounts[slot]) if slot in split else 0
             if kind == 0:
                 held[stage] += amounts[slot]
                 units[stage] += 1
-                if held[stage] > limit and units[stage] > 1:
-                    name = "patches" if stage < graph.shape.num_encoder_stages else "tokens"
-                    raise ScheduleError(
-                        f"{name}_in_flight: stage {stage} holds {held[stage]} {name} when it starts "
-                        f"{graph.action(operation)}, the limit is {limit}."
-                    )
-            elif kind == 2 or slot not in split:
-                held[stage] -= amounts[slot]
+            elif kind == 1 and slot in split:
+                held[stage] += kept
+            else:
+                held[stage] -= amounts[slot] + kept
                 units[stage] -= 1
+            # One unit alone may exceed the limit, but not to split its backward.
+            splits = kind == 1 and slot in split
+            if held[stage] > limit and (splits or (kind == 0 and units[stage] > 1)):
+                name = "patches" if stage < graph.shape.num_encoder_stages else "tokens"
+                raise ScheduleError(
+                    f"{name}_in_flight: stage {stage} holds {held[stage]} {name} when it starts "
+                    f"{graph.action(operation, split=slot in split)}, the limit is {limit}."
+                )

@@ -52,6 +52,7 @@ from entrain_opt.schedule.columns import (
     SLOTS,
     SLOTS_END,
     SPLIT,
+    SPLITS,
     STAGE,
     STAGE_COLUMNS,
     STARTED,
@@ -65,9 +66,20 @@ from entrain_opt.schedule.columns import (
     WEIGHT_HEAD,
     WEIGHT_TAIL,
     WEIGHTS_LEFT,
+    WHOLE,
 )
 from entrain_opt.schedule.heap import pop, push
-from entrain_opt.schedule.memory import finish, fits, inside_window, leave_window, move_oldest, release, take
+from entrain_opt.schedule.memory import (
+    finish,
+    fits,
+    inside_window,
+    keep_gradients,
+    leave_window,
+    move_oldest,
+    release,
+    release_gradients,
+    take,
+)
 
 IntArray = NDArray[np.int64]
 
@@ -98,7 +110,8 @@ def run_pipeline(
 
     Args:
         pipe: work and rules; not changed.
-        durations: [3 * n] ticks of forwards, backwards and weight gradients.
+        durations: [3 * n] ticks of forwards, backwards and weight gradients; a backward that memory does not let split
+            takes the ticks of both.
         transfer: [n] ticks of a slot's output (and of the gradient back) to another rank.
 
     Returns:
@@ -149,7 +162,7 @@ def _run(
     started: IntArray, start: IntArray, end: IntArray, finish: IntArray, arrivals: IntArray,
 ) -> int:  # fmt: skip
     """The loop over time; returns how many operations started."""
-    num_ranks = rules[NUM_RANKS]
+    num_ranks, count = rules[NUM_RANKS], len(slots)
     num_started, num_arrivals, now = 0, 0, 0
     while True:
         for rank in range(num_ranks):
@@ -158,6 +171,8 @@ def _run(
                 if operation != NONE:
                     ranks[rank, RUNNING] = operation
                     finish[rank] = now + durations[operation]
+                    if operation >= count and operation < 2 * count and slots[operation - count, SPLIT] == WHOLE:
+                        finish[rank] += durations[operation + count]
                     start[operation] = now
                     end[operation] = finish[rank]
                     rank_of_started[num_started] = rank
@@ -236,7 +251,7 @@ def _choose(
     may = ranks[rank, NUM_READY_BACKWARD] > 0 and not (rules[PHASES] and ranks[rank, FORWARDS_LEFT])
     if may and (rules[FIRST] == BACKWARD_FIRST or (rules[FIRST] == ALTERNATE and not ranks[rank, LAST_WAS_BACKWARD])):
         ranks[rank, LAST_WAS_BACKWARD] = 1
-        return count + _take_backward(slots, ranks, queues, rank)
+        return count + _take_backward(stages, slots, ranks, queues, rank)
     slot = _choose_forward(rules, stages, slots, turns, links, ranks, rank)
     if slot != NONE:
         ranks[rank, LAST_WAS_BACKWARD] = 0
@@ -245,7 +260,7 @@ def _choose(
         return slot
     if may:
         ranks[rank, LAST_WAS_BACKWARD] = 1
-        return count + _take_backward(slots, ranks, queues, rank)
+        return count + _take_backward(stages, slots, ranks, queues, rank)
     if ranks[rank, WEIGHT_HEAD] < ranks[rank, WEIGHT_TAIL]:
         ranks[rank, WEIGHT_HEAD] += 1
         return 2 * count + queues[ranks[rank, WEIGHT_HEAD] - 1, 1]
@@ -253,7 +268,7 @@ def _choose(
 
 
 @inlined
-def _take_backward(slots: IntArray, ranks: IntArray, queues: IntArray, rank: int) -> int:
+def _take_backward(stages: IntArray, slots: IntArray, ranks: IntArray, queues: IntArray, rank: int) -> int:
     first, size = ranks[rank, PLACE], ranks[rank, NUM_READY_BACKWARD]
     best = first
     for i in range(first + 1, first + size):
@@ -262,6 +277,8 @@ def _take_backward(slots: IntArray, ranks: IntArray, queues: IntArray, rank: int
     slot = queues[best, 0]
     queues[best, 0] = queues[first + size - 1, 0]
     ranks[rank, NUM_READY_BACKWARD] -= 1
+    if slots[slot, SPLIT] == SPLITS:
+        keep_gradients(stages, slots, slot)
     return slot
 
 
@@ -355,7 +372,7 @@ def _complete(
                 _deliver(stages, slots, ranks, queues, count + target)
         leave_window(stages, stage)
         finish(stages, slots, turns, links, slot)
-        if slots[slot, SPLIT]:
+        if slots[slot, SPLIT] == SPLITS:
             stages[stage, WEIGHTS_LEFT] += 1
             queues[ranks[rank, WEIGHT_TAIL], 1] = slot
             ranks[rank, WEIGHT_TAIL] += 1
@@ -364,6 +381,7 @@ def _complete(
     else:
         stages[stage, WEIGHTS_LEFT] -= 1
         release(stages, slots, turns, links, slot)
+        release_gradients(stages, slots, slot)
     return num_arrivals
 
 

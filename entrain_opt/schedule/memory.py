@@ -20,6 +20,7 @@ from entrain_opt.schedule.columns import (
     HELD,
     HELD_OF_TURN,
     IN_FLIGHT,
+    KEPT_PERCENT,
     LIMIT,
     NONE,
     NUM_HELD,
@@ -28,6 +29,7 @@ from entrain_opt.schedule.columns import (
     OLDEST,
     POSITION,
     REACH,
+    SPLIT,
     STAGE,
     STARTED,
     TURN_END,
@@ -38,6 +40,7 @@ from entrain_opt.schedule.columns import (
     UNSTARTED_AMOUNT,
     WEIGHT_LIMIT,
     WEIGHTS_LEFT,
+    WHOLE,
 )
 
 IntArray = NDArray[np.int64]
@@ -116,6 +119,29 @@ def release(stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray,
         turn = links[slots[slot, TURNS]]
         turns[turn, HELD_OF_TURN] -= amount
         turns[turn, NUM_HELD_OF_TURN] -= 1
+
+
+@compiled
+def keep_gradients(stages: IntArray, slots: IntArray, slot: int) -> None:
+    """A split backward starts, if memory has room for what it keeps; else it runs whole."""
+    stage = slots[slot, STAGE]
+    limit, kept = stages[stage, LIMIT], kept_amount(slots[slot, AMOUNT])
+    if limit != NONE and stages[stage, HELD] + kept > limit:
+        slots[slot, SPLIT] = WHOLE
+    else:
+        stages[stage, HELD] += kept
+
+
+@compiled
+def release_gradients(stages: IntArray, slots: IntArray, slot: int) -> None:
+    """The weight gradients of a split backward are done."""
+    stages[slots[slot, STAGE], HELD] -= kept_amount(slots[slot, AMOUNT])
+
+
+@compiled
+def kept_amount(amount: int) -> int:
+    """What a split backward holds beyond the activations, in the same unit."""
+    return (amount * KEPT_PERCENT + 99) // 100
 
 
 @compiled

@@ -2,7 +2,8 @@
 
 - weights: all stages of the rank, all the time;
 - activations: `activation_bytes` per patch or token, from the start of a forward to the end of its backward (of its
-  weight gradients, where they run on their own; of the forward itself, where no backward follows);
+  weight gradients, where they run on their own, with the gradients kept for them; of the forward itself, where no
+  backward follows);
 - messages: outputs and gradients that crossed between ranks, on the sender until they are sent, on the receiver from
   arrival until the operation that needs them (the last one, if several do) has ended. Encoder outputs that wait for a
   deferred microbatch are of this kind, also when both stages share a rank;
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.assignment import BatchCosts, StageCosts
+from entrain_opt.schedule.columns import KEPT_PERCENT
 from entrain_opt.schedule.graph import WorkGraph, sum_over_units
 from entrain_opt.simulator.run import ReplicaRun, forward_edges
 
@@ -62,6 +64,8 @@ def memory_curves(run: ReplicaRun, costs: BatchCosts, stages: StageCosts) -> lis
     pieces: list[tuple[IntArray, FloatArray, FloatArray, FloatArray, int]] = [
         (rank_of, start[:count], released, held, 0)
     ]
+    kept = np.where(is_split, held * KEPT_PERCENT / 100, 0.0)
+    pieces.append((rank_of, start[count : 2 * count], released, kept, 0))
     last = stage_of == shape.num_stages - 1
     logits = sum_over_units(
         graph, shape.num_stages - 1, costs.tokens if costs.label_tokens is None else costs.label_tokens

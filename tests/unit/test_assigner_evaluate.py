@@ -143,13 +143,14 @@ def test_equals_the_simulator(schedule, seed):
     assert evaluator.seconds(placement_of(assignment)) == found
 
 
+@pytest.mark.parametrize("schedule", TIMED_ORDERS)
 @settings(max_examples=300, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_fast_case_equals_the_general_one(seed):
+def test_the_fast_cases_equal_the_general_one(schedule, seed):
     costs, shape, assignment = random_case(seed)
     work, placement = sample_work(costs, replace(shape, stage_ranks=None)), placement_of(assignment)
-    general = Evaluator(work, "eager", general=True).seconds(placement)
-    assert Evaluator(work, "eager").seconds(placement) == general
+    general = Evaluator(work, schedule, general=True).seconds(placement)
+    assert Evaluator(work, schedule).seconds(placement) == general
 
 
 @pytest.mark.parametrize("schedule", TIMED_ORDERS)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entrain_opt.assigner.leveling import defer_peaks, improve_by_swaps, place_greedily
+from entrain_opt.assigner.leveling import defer_peaks, improve_by_swaps, improve_from_kicks, place_greedily
+from entrain_opt.assigner.random_numbers import random_state
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -50,6 +51,33 @@ def test_swaps_never_raise_the_sum_of_squares(seed):
     again = improved.copy()
     improve_by_swaps(loads, amounts, again, count, limits, 50)
     assert sum_of_squares(loads, again, count) <= after + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=seeds)
+def test_kicks_keep_what_is_better_and_the_limits(seed):
+    loads, amounts, microbatch, count, limits = random_items(seed)
+    kicked, again = microbatch.copy(), microbatch.copy()
+    for each in (kicked, again):
+        improve_from_kicks(loads, amounts, each, count, limits, 50, 5, random_state(seed))
+    before, after = (sum_of_squares(loads, m, count) for m in (microbatch, kicked))
+    assert after <= before + 1e-9
+    assert (sums(amounts, kicked, count) <= limits).all()
+    assert kicked.tolist() == again.tolist()
+
+
+def test_kicks_leave_local_optima():
+    gains = []
+    for seed in range(10):
+        generator = np.random.default_rng(seed)
+        loads = generator.lognormal(size=(48, 2))
+        microbatch, limits = np.arange(48) % 8, np.array([np.inf, np.inf])
+        amounts = np.ones((48, 2))
+        improve_by_swaps(loads, amounts, microbatch, 8, limits, 50)
+        before = sum_of_squares(loads, microbatch, 8)
+        improve_from_kicks(loads, amounts, microbatch, 8, limits, 50, 20, random_state(0))
+        gains.append(before - sum_of_squares(loads, microbatch, 8))
+    assert sum(gain > 1e-9 for gain in gains) >= 5
 
 
 def test_swaps_end_where_no_move_or_swap_helps():

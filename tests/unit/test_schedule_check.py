@@ -68,3 +68,14 @@ def test_memory_limit(good):
     check_schedule(schedule, work, replace(shape, tokens_in_flight=10), costs=costs)
     with pytest.raises(ScheduleError, match=r"tokens_in_flight: stage 0 holds 10 tokens .* the limit is 9"):
         check_schedule(schedule, work, replace(shape, tokens_in_flight=9), costs=costs)
+
+
+def test_memory_limit_counts_the_gradients_that_a_split_backward_keeps(good):
+    _, work, shape = good
+    costs = BatchCosts(
+        encoder_seconds=np.zeros(3), llm_seconds=np.ones(3), encoder_patches=np.zeros(3), llm_tokens=[10] * 3
+    )
+    schedule = schedule_replica(work, shape, order="zero_bubble")
+    assert any(isinstance(action, BackwardInput) for action in schedule.compute[1])
+    with pytest.raises(ScheduleError, match=r"stage 1 holds 16 tokens .*BackwardInput.*, the limit is 15"):
+        check_schedule(schedule, work, replace(shape, tokens_in_flight=(99, 15)), costs=costs)

@@ -82,6 +82,18 @@ def test_zero_bubble_makespan_with_the_memory_of_1f1b(num_stages, extra):
         assert most <= num_stages
 
 
+def test_a_backward_is_split_where_memory_has_room_for_the_gradients_it_keeps():
+    costs, assignment, shape = uniform(3, 2)
+    costs = replace(costs, llm_tokens=np.full(3, 10))
+    for limit, kinds in ((16, {Forward, BackwardInput, BackwardWeight}), (15, {Forward, Backward})):
+        limited = replace(shape, tokens_in_flight=(100, limit))
+        made, work = schedule(costs, assignment, limited, "zero_bubble")
+        check_schedule(made, work, limited, costs=costs)
+        assert {type(action) for action in made.compute[1]} == kinds
+        assert {type(action) for action in made.compute[0]} == {Forward, Backward}  # Nothing gets its input gradients.
+        assert simulate(costs, assignment, limited, schedule=made).peak_bytes[0, 1] == (16 if limit == 16 else 10)
+
+
 def test_encoder_depth_counts_the_language_model():
     costs = BatchCosts(encoder_seconds=np.ones(8), llm_seconds=np.ones(8))
     assignment = in_order(8)
