@@ -11,6 +11,9 @@
   microbatches can still be completed one after the other in order (the banker's algorithm); the other stages of that
   encoder hold a subset of what one of these holds.
   A language-model stage needs no such care: what it holds always runs on to the loss and comes back.
+- *Split backwards*: until its weight gradients are done, a unit holds its activations and the gradients they need
+  (`columns.KEPT_PERCENT`). Where those do not fit, its backward runs whole. Weight gradients wait for nothing, so what
+  they hold can always be let go.
 - *No overtaking*: a ready unit that memory refuses is not overtaken by later ones of its stage, except by those that
   the oldest unfinished microbatch waits for. Small units that slip past a giant would keep it waiting for ever new
   ones; where a search orders the microbatches, iterations are 5 % shorter this way on heavy-tailed data.

@@ -9,7 +9,8 @@
   group before the next group. Uniform: K(f + b) + (P - 1)(f + b) / chunks.
 - `zero_bubble`: the backward is split, and weight gradients fill the time in which a rank would wait. Uniform with
   equal forward, input and weight parts: 3 K f + (P - 1) f; no stage holds more microbatches than the first in 1f1b.
-  Where memory is limited, it goes as far ahead as memory allows instead.
+  Where memory is limited, it goes as far ahead as memory allows instead, and a backward is split only where there is
+  room for the gradients that this keeps.
 - `search`: the list scheduler's priorities improved by a search (search.py); never slower than the others.
 
 All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
