@@ -12,9 +12,30 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.assigner.eager_memory import (
+    AMOUNT,
+    BACKWARD_ROUTE,
+    BASE,
+    FORWARD_ROUTE,
+    HELD,
+    LATEST,
+    NUM_HELD,
+    NUM_UNITS,
+    READY,
+    STARTED,
+    UNFINISHED,
+    UNITS,
+    UNSTARTED,
+    UNSTARTED_AMOUNT,
+    amount_of,
+    forward_that_fits,
+    move_oldest,
+    move_open,
+    release,
+)
 from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
 from entrain_opt.compiled import borrowing, compiled, inlined
-from entrain_opt.schedule.columns import GUARDED, HAS_BACKWARD, LIMIT, NONE
+from entrain_opt.schedule.columns import HAS_BACKWARD, LIMIT, NONE
 from entrain_opt.schedule.heap import pop, push
 from entrain_opt.schedule.kernel import NEVER
 from entrain_opt.schedule.memory import kept_amount
@@ -22,19 +43,10 @@ from entrain_opt.schedule.memory import kept_amount
 IntArray = NDArray[np.int64]
 ByteArray = NDArray[np.uint8]
 
-# States of a unit's forward or backward on a stage.
-_WAITS, _READY, _STARTED = 0, 1, 2
-# Where a stage's outputs go, and where its units are: [S, 4].
-_FORWARD_ROUTE, _BACKWARD_ROUTE, _BASE, _NUM_UNITS = range(4)
 # What a rank runs: 3 * unit + kind.
 _FORWARD, _BACKWARD, _WEIGHT = range(3)
 # To the neighbour, between encoder and language model, nowhere.
 _NEXT, _EXIT, _END = range(3)
-# What a stage holds: [S, 5] amount and units; of its turns (language-model units), the oldest that is unfinished, the
-# first that has not started all its units, the latest that has started one.
-_AMOUNT, _UNITS, _OLDEST, _OPEN, _LATEST = range(5)
-# What a language-model unit has on a limited encoder stage: [S, units, 5].
-_UNSTARTED, _UNSTARTED_AMOUNT, _HELD, _NUM_HELD, _UNFINISHED = range(5)
 
 
 @compiled
@@ -72,7 +84,7 @@ def play_eager(
     for unit in range(num_llm):
         missing[unit] = source_first[unit + 1] - source_first[unit]
         if missing[unit] == 0:
-            state[0, first_llm, unit] = _READY
+            state[0, first_llm, unit] = READY
             num_ready[0, first_llm] += 1
     # Split backwards whose weight gradients have not run, of each stage in order, and the first and the end of them.
     pending, queue = np.empty((num_stages, width), dtype=np.int64), np.zeros((num_stages, 2), dtype=np.int64)
@@ -115,22 +127,22 @@ def _run(
                 kind = _FORWARD if unit != NONE else _BACKWARD
             if unit == NONE and num_ready[1, stage]:
                 unit = lowest[1, stage]
-                while state[1, stage, unit] != _READY:
+                while state[1, stage, unit] != READY:
                     unit += 1
                 lowest[1, stage] = unit
             if unit != NONE:
-                state[kind, stage, unit] = _STARTED
+                state[kind, stage, unit] = STARTED
                 num_ready[kind, stage] -= 1
                 was_backward[stage] = kind
                 running[stage] = 3 * unit + kind
                 finish[stage] = now + ticks[kind, stage, unit]
                 if splits and kind == _BACKWARD:
-                    kept = kept_amount(_amount(routes, first_llm, llm_amount, unit_amount, stage, unit))
+                    kept = kept_amount(amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit))
                     limit = stages[stage, LIMIT]
-                    if (limit == NONE or held[stage, _AMOUNT] + kept <= limit) and _returns_gradients(
+                    if (limit == NONE or held[stage, AMOUNT] + kept <= limit) and _returns_gradients(
                         stages, encoders, routes, unit_first, source_first, sources, stage, unit
                     ):
-                        held[stage, _AMOUNT] += kept
+                        held[stage, AMOUNT] += kept
                         pending[stage, queue[stage, 1]] = unit
                         queue[stage, 1] += 1
                     else:
@@ -158,18 +170,16 @@ def _run(
             is_limited = stages[stage, LIMIT] != NONE
             if kind == _WEIGHT:
                 if is_limited:
-                    held[stage, _AMOUNT] -= kept_amount(
-                        _amount(routes, first_llm, llm_amount, unit_amount, stage, unit)
+                    held[stage, AMOUNT] -= kept_amount(
+                        amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit)
                     )
-                    _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
+                    release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
                 continue
             expected -= 1
             if kind == _FORWARD:
-                route, late = routes[stage, _FORWARD_ROUTE], ticks[2, stage, unit]
+                route, late = routes[stage, FORWARD_ROUTE], ticks[2, stage, unit]
                 if route == _EXIT:
-                    for i in range(
-                        pair_first[routes[stage, _BASE] + unit], pair_first[routes[stage, _BASE] + unit + 1]
-                    ):
+                    for i in range(pair_first[routes[stage, BASE] + unit], pair_first[routes[stage, BASE] + unit + 1]):
                         target = pair_llm[i]
                         if late:
                             num_arrivals = push(arrivals, num_arrivals, now + late, (first_llm * width + target) * 2)
@@ -190,12 +200,12 @@ def _run(
                 continue
             if is_limited:
                 if stage < first_llm:
-                    turns[stage, pair_llm[pair_first[routes[stage, _BASE] + unit]], _UNFINISHED] -= 1
-                    _move_oldest(turns, held, stage)
+                    turns[stage, pair_llm[pair_first[routes[stage, BASE] + unit]], UNFINISHED] -= 1
+                    move_oldest(turns, held, stage)
                 last = queue[stage, 1] - 1
                 if last < queue[stage, 0] or pending[stage, last] != unit:  # Its weight gradients are done as well.
-                    _release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
-            route = routes[stage, _BACKWARD_ROUTE]
+                    release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
+            route = routes[stage, BACKWARD_ROUTE]
             if route == _EXIT:
                 for i in range(source_first[unit], source_first[unit + 1]):
                     encoder = 0
@@ -242,39 +252,39 @@ def _prepare(
     """Fill what describes the stages before anything ran; returns how many operations there are."""
     num_stages = len(stages)
     for stage in range(first_llm, num_stages):
-        routes[stage, _NUM_UNITS] = num_llm
-        routes[stage, _FORWARD_ROUTE] = _NEXT if stage + 1 < num_stages else _END
-        routes[stage, _BACKWARD_ROUTE] = _EXIT if stage == first_llm else _NEXT
+        routes[stage, NUM_UNITS] = num_llm
+        routes[stage, FORWARD_ROUTE] = _NEXT if stage + 1 < num_stages else _END
+        routes[stage, BACKWARD_ROUTE] = _EXIT if stage == first_llm else _NEXT
     for encoder in range(len(encoders)):
         first, base = encoders[encoder, FIRST_STAGE], unit_first[encoder]
         last = first + encoders[encoder, NUM_STAGES] - 1
         for stage in range(first, last + 1):
-            routes[stage, _BASE], routes[stage, _NUM_UNITS] = base, unit_first[encoder + 1] - base
-            routes[stage, _FORWARD_ROUTE] = _EXIT if stage == last else _NEXT
-            routes[stage, _BACKWARD_ROUTE] = _END if stage == first else _NEXT
-            held[stage, _LATEST] = NONE
+            routes[stage, BASE], routes[stage, NUM_UNITS] = base, unit_first[encoder + 1] - base
+            routes[stage, FORWARD_ROUTE] = _EXIT if stage == last else _NEXT
+            routes[stage, BACKWARD_ROUTE] = _END if stage == first else _NEXT
+            held[stage, LATEST] = NONE
             if stages[stage, LIMIT] == NONE:
                 continue
             for unit in range(base, unit_first[encoder + 1]):
                 turn = pair_llm[pair_first[unit]]
-                turns[stage, turn, _UNSTARTED] += 1
-                turns[stage, turn, _UNFINISHED] += 1
-                turns[stage, turn, _UNSTARTED_AMOUNT] += unit_amount[unit]
-            _move_oldest(turns, held, stage)
-            _move_open(turns, held, stage)
-        num_ready[0, first] = routes[first, _NUM_UNITS]
-        state[0, first, : routes[first, _NUM_UNITS]] = _READY
+                turns[stage, turn, UNSTARTED] += 1
+                turns[stage, turn, UNFINISHED] += 1
+                turns[stage, turn, UNSTARTED_AMOUNT] += unit_amount[unit]
+            move_oldest(turns, held, stage)
+            move_open(turns, held, stage)
+        num_ready[0, first] = routes[first, NUM_UNITS]
+        state[0, first, : routes[first, NUM_UNITS]] = READY
     expected = 0
     for stage in range(num_stages):
-        if routes[stage, _BACKWARD_ROUTE] == _NEXT and not stages[stage - 1, HAS_BACKWARD]:
-            routes[stage, _BACKWARD_ROUTE] = _END
-        expected += routes[stage, _NUM_UNITS] * (1 + stages[stage, HAS_BACKWARD])
+        if routes[stage, BACKWARD_ROUTE] == _NEXT and not stages[stage - 1, HAS_BACKWARD]:
+            routes[stage, BACKWARD_ROUTE] = _END
+        expected += routes[stage, NUM_UNITS] * (1 + stages[stage, HAS_BACKWARD])
     return expected
 
 
 @inlined
 def _ready(state: ByteArray, num_ready: IntArray, lowest: IntArray, kind: int, stage: int, unit: int) -> None:
-    state[kind, stage, unit] = _READY
+    state[kind, stage, unit] = READY
     num_ready[kind, stage] += 1
     lowest[kind, stage] = min(lowest[kind, stage], unit)
 
@@ -296,58 +306,35 @@ def _forward(
 ) -> int:  # fmt: skip
     """The next forward of a stage with ready ones, its memory taken; NONE if none may start."""
     unit = lowest[0, stage]
-    while state[0, stage, unit] != _READY:
+    while state[0, stage, unit] != READY:
         unit += 1
     lowest[0, stage] = unit
     limit = stages[stage, LIMIT]
     if limit == NONE:
         return unit
     if stage >= first_llm:
-        if held[stage, _UNITS] and held[stage, _AMOUNT] + llm_amount[unit] > limit:
+        if held[stage, UNITS] and held[stage, AMOUNT] + llm_amount[unit] > limit:
             return NONE
-        held[stage, _AMOUNT] += llm_amount[unit]
-        held[stage, _UNITS] += 1
+        held[stage, AMOUNT] += llm_amount[unit]
+        held[stage, UNITS] += 1
         return unit
-    base = routes[stage, _BASE]
-    unit = _forward_that_fits(
+    base = routes[stage, BASE]
+    unit = forward_that_fits(
         stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, base,
-        routes[stage, _NUM_UNITS], stage, unit,
+        routes[stage, NUM_UNITS], stage, unit,
     )  # fmt: skip
     if unit == NONE:
         return NONE
     turn, amount = pair_llm[pair_first[base + unit]], unit_amount[base + unit]
-    turns[stage, turn, _UNSTARTED] -= 1
-    turns[stage, turn, _UNSTARTED_AMOUNT] -= amount
-    turns[stage, turn, _HELD] += amount
-    turns[stage, turn, _NUM_HELD] += 1
-    held[stage, _AMOUNT] += amount
-    held[stage, _UNITS] += 1
-    held[stage, _LATEST] = max(held[stage, _LATEST], turn)
-    _move_open(turns, held, stage)
+    turns[stage, turn, UNSTARTED] -= 1
+    turns[stage, turn, UNSTARTED_AMOUNT] -= amount
+    turns[stage, turn, HELD] += amount
+    turns[stage, turn, NUM_HELD] += 1
+    held[stage, AMOUNT] += amount
+    held[stage, UNITS] += 1
+    held[stage, LATEST] = max(held[stage, LATEST], turn)
+    move_open(turns, held, stage)
     return unit
-
-
-@inlined
-def _release(
-    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
-    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
-) -> None:  # fmt: skip
-    """The activations of a unit on a limited stage are gone."""
-    amount = _amount(routes, first_llm, llm_amount, unit_amount, stage, unit)
-    held[stage, _UNITS] -= 1
-    held[stage, _AMOUNT] -= amount
-    if stage < first_llm:
-        turn = pair_llm[pair_first[routes[stage, _BASE] + unit]]
-        turns[stage, turn, _HELD] -= amount
-        turns[stage, turn, _NUM_HELD] -= 1
-
-
-@inlined
-def _amount(
-    routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray, stage: int, unit: int
-) -> int:
-    """Tokens or patches of a unit."""
-    return llm_amount[unit] if stage >= first_llm else unit_amount[routes[stage, _BASE] + unit]
 
 
 @inlined
@@ -356,8 +343,8 @@ def _returns_gradients(
     sources: IntArray, stage: int, unit: int,
 ) -> bool:  # fmt: skip
     """Whether a unit's backward hands gradients on; only then are there weight gradients apart from them."""
-    if routes[stage, _BACKWARD_ROUTE] != _EXIT:
-        return routes[stage, _BACKWARD_ROUTE] == _NEXT
+    if routes[stage, BACKWARD_ROUTE] != _EXIT:
+        return routes[stage, BACKWARD_ROUTE] == _NEXT
     found = False
     for i in range(source_first[unit], source_first[unit + 1]):
         encoder = 0
@@ -366,61 +353,3 @@ def _returns_gradients(
         last = encoders[encoder, FIRST_STAGE] + encoders[encoder, NUM_STAGES] - 1
         found = found or stages[last, HAS_BACKWARD] != 0
     return found
-
-
-@borrowing
-def _forward_that_fits(
-    stages: IntArray, state: ByteArray, held: IntArray, turns: IntArray, unit_amount: IntArray, pair_first: IntArray,
-    pair_llm: IntArray, source_first: IntArray, sources: IntArray, base: int, end: int,
-    stage: int, first: int,
-) -> int:  # fmt: skip
-    """A limited encoder stage's first ready unit, if memory admits it, or else one of the oldest turn."""
-    if _fits(stages, held, turns, unit_amount[base + first], pair_llm[pair_first[base + first]], stage):
-        return first
-    oldest = held[stage, _OLDEST]
-    if oldest < turns.shape[1]:
-        for i in range(source_first[oldest], source_first[oldest + 1]):
-            unit = sources[i] - base
-            ready = 0 <= unit < end and state[0, stage, unit] == _READY
-            if ready and _fits(stages, held, turns, unit_amount[base + unit], oldest, stage):
-                return unit
-    return NONE
-
-
-@borrowing
-def _fits(stages: IntArray, held: IntArray, turns: IntArray, amount: int, mine: int, stage: int) -> bool:
-    """Whether a unit of turn `mine` may start: `schedule/memory.py` says why."""
-    limit = stages[stage, LIMIT]
-    if held[stage, _UNITS] and held[stage, _AMOUNT] + amount > limit:
-        return False
-    if not stages[stage, GUARDED]:
-        return True
-    if mine <= held[stage, _OPEN] and held[stage, _LATEST] <= mine and turns[stage, mine, _UNSTARTED] == 1:
-        return True  # All turns up to this one have started everything, and no later one has.
-    total, num_held = held[stage, _AMOUNT] + amount, held[stage, _UNITS] + 1
-    for turn in range(held[stage, _OLDEST], turns.shape[1]):
-        own = 1 if turn == mine else 0
-        count = turns[stage, turn, _UNSTARTED] - own
-        if count and total + turns[stage, turn, _UNSTARTED_AMOUNT] - amount * own > limit and (num_held or count > 1):
-            return False
-        total -= turns[stage, turn, _HELD] + amount * own
-        num_held -= turns[stage, turn, _NUM_HELD] + own
-        if num_held <= 0:
-            return True
-    return True
-
-
-@inlined
-def _move_oldest(turns: IntArray, held: IntArray, stage: int) -> None:
-    oldest = held[stage, _OLDEST]
-    while oldest < turns.shape[1] and turns[stage, oldest, _UNFINISHED] == 0:
-        oldest += 1
-    held[stage, _OLDEST] = oldest
-
-
-@inlined
-def _move_open(turns: IntArray, held: IntArray, stage: int) -> None:
-    first = held[stage, _OPEN]
-    while first < turns.shape[1] and turns[stage, first, _UNSTARTED] == 0:
-        first += 1
-    held[stage, _OPEN] = first

@@ -9,6 +9,13 @@ A *turn* is a language-model microbatch that needs a stage's module, in running 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
 NONE = -1
 
 #: What a split backward keeps for its weight gradients beyond the activations, in percent of these: the gradients that
@@ -39,3 +46,19 @@ TURN_COLUMNS = 8
 # FIRST_OF_RANK by NEXT_OF_RANK.
 PLACE, NUM_READY_BACKWARD, WEIGHT_HEAD, WEIGHT_TAIL, TOUCHED, RUNNING, LAST_WAS_BACKWARD, FORWARDS_LEFT = range(8)
 FIRST_OF_RANK, RANK_COLUMNS = range(8, 10)
+
+
+class Pipeline(NamedTuple):
+    """One replica's work and rules in the matrices above.
+
+    Attributes:
+        rules, stages, slots, turns, links: as described above.
+        turn_of_llm: [S, language-model units] turn of a unit in an encoder stage.
+    """
+
+    rules: IntArray
+    stages: IntArray
+    slots: IntArray
+    turns: IntArray
+    links: IntArray
+    turn_of_llm: IntArray

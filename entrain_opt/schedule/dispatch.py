@@ -18,9 +18,9 @@ from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns
 from entrain_opt.schedule.admission import Rule, check_limits, guarded_stages, module_turns
-from entrain_opt.schedule.columns import NONE
+from entrain_opt.schedule.columns import NONE, Pipeline
 from entrain_opt.schedule.graph import WorkGraph
-from entrain_opt.schedule.kernel import IntArray, Pipeline, run_pipeline
+from entrain_opt.schedule.kernel import IntArray, run_pipeline
 from entrain_opt.schedule.links import Links
 
 _FIRST = {"alternate": columns.ALTERNATE, "backward": columns.BACKWARD_FIRST, "forward": columns.FORWARD_FIRST}

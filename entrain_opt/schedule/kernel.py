@@ -10,8 +10,6 @@ seconds, once per installation (the result is cached on disk).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,6 +65,7 @@ from entrain_opt.schedule.columns import (
     WEIGHT_TAIL,
     WEIGHTS_LEFT,
     WHOLE,
+    Pipeline,
 )
 from entrain_opt.schedule.heap import pop, push
 from entrain_opt.schedule.memory import (
@@ -85,22 +84,6 @@ IntArray = NDArray[np.int64]
 
 #: Later than any tick.
 NEVER = 1 << 62
-
-
-class Pipeline(NamedTuple):
-    """One replica's work and rules; the columns are those of `columns.py`.
-
-    Attributes:
-        rules, stages, slots, turns, links: as described there.
-        turn_of_llm: [S, language-model units] turn of a unit in an encoder stage.
-    """
-
-    rules: IntArray
-    stages: IntArray
-    slots: IntArray
-    turns: IntArray
-    links: IntArray
-    turn_of_llm: IntArray
 
 
 def run_pipeline(
