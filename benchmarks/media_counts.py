@@ -78,6 +78,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=2000, help="media per folder")
     parser.add_argument("--longest", type=int, default=2000, help="longest side in pixels")
     arguments = parser.parse_args()
+    from transformers import logging
+
+    logging.set_verbosity_error()
     failed = False
     for folder in arguments.folders or sorted(MODELS.glob("tiny-*")):
         settings = json.loads((folder / "preprocessor_config.json").read_text())

@@ -117,6 +117,16 @@ QWEN_IDS = {
     "image_token_id": PLACEHOLDER, "video_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7,
 }  # fmt: skip
 CASES = {
+    "llava": FamilyCase(
+        config={
+            "model_type": "llava", "vision_config": CLIP, "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": PLACEHOLDER, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+            "tie_word_embeddings": False,
+        },
+        forms=(tile_form(1, 17, 16), tile_form(3, 17, 16), tile_form(2, 17, 16)),
+        plain=pixels_only,
+        vision_layers=3,
+    ),
     "llava_next": FamilyCase(
         config={
             "model_type": "llava_next", "vision_config": CLIP, "text_config": {"model_type": "mistral", **TEXT},
