@@ -20,7 +20,8 @@ import numpy as np
 from PIL import Image
 
 from entrain_opt.errors import WorkloadError
-from entrain_opt.workload.media import CombinedRule, MediaRule, SmartResizeRule, media_rule
+from entrain_opt.runtime.families import read_family
+from entrain_opt.workload.media import CombinedRule, MediaRule, PatchRowRule, SmartResizeRule, media_rule
 
 MODELS = Path(__file__).parents[1] / "models"
 
@@ -32,7 +33,7 @@ def image_differences(folder: Path, count: int, longest: int) -> tuple[int, list
     rule: MediaRule = media_rule(folder)
     image_rule = rule.image_rule if isinstance(rule, CombinedRule) else rule
     processor = AutoImageProcessor.from_pretrained(folder)
-    fixed = {"crop_to_patches": True} if "GotOcr2" in type(processor).__name__ else {}
+    fixed = read_family(folder).image_settings()
     rng = np.random.default_rng(0)
     sides = np.exp(rng.uniform(0, math.log(longest + 1), size=(count, 2))).astype(int).clip(1)
     refused, differences = 0, []
@@ -43,8 +44,11 @@ def image_differences(folder: Path, count: int, longest: int) -> tuple[int, list
             refused += 1
             continue
         made = processor(images=[Image.new("RGB", (width, height))], return_tensors="np", **fixed)["pixel_values"]
-        rows = made.shape[0] * made.shape[1] if made.ndim == 5 else made.shape[0]
-        expected = size.patches if isinstance(image_rule, SmartResizeRule) else size.segments
+        if isinstance(image_rule, PatchRowRule):
+            rows, expected = made.shape[2] * made.shape[3] // image_rule.patch_side**2, size.patches
+        else:
+            rows = made.shape[0] * made.shape[1] if made.ndim == 5 else made.shape[0]
+            expected = size.patches if isinstance(image_rule, SmartResizeRule) else size.segments
         if rows != expected:
             differences.append(f"{width} x {height}: the processor makes {rows}, the rule says {expected}")
     return refused, differences

@@ -122,8 +122,9 @@ class ChatReader:
             batch = self.image_processor(images=[[image, image.resize((1, 1))]], return_tensors="pt")
             pixels = batch["pixel_values"].flatten(0, -5)[0]
             return pixels if pixels.dim() == 4 else pixels[None]
-        pixels = self.image_processor(images=[image], return_tensors="pt")["pixel_values"]
-        return pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
+        made = self.image_processor(images=[image], return_tensors="pt", **self.family.image_settings())
+        pixels = made["pixel_values"]
+        return self.family.arrange(pixels.flatten(0, 1) if pixels.dim() == 5 else pixels)
 
     def _clip(self, media: MediaItem) -> Tensor:
         rate = self.feature_extractor.sampling_rate

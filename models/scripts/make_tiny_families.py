@@ -161,6 +161,25 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }, "processor_config": {"processor_class": "Gemma3Processor", "image_seq_length": 16}},
     ),
+    "tiny-mistral3": (
+        "[IMG]", ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "model_type": "mistral3", "image_token_id": "{[IMG]}", "image_token_index": "{[IMG]}",
+            "spatial_merge_size": 2, "vision_feature_layer": -1, "tie_word_embeddings": False,
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 6,
+                "num_attention_heads": 4, "image_size": 2 * TILE_SIDE, "patch_size": PATCH_SIDE,
+            },
+            "text_config": text("mistral", head_dim=24, sliding_window=None),
+        },
+        {"preprocessor_config": {
+            "image_processor_type": "PixtralImageProcessorPil", **PIXELS, "do_pad": True, "patch_size": PATCH_SIDE,
+            "size": {"longest_edge": 2 * TILE_SIDE},
+        }, "processor_config": {
+            "processor_class": "PixtralProcessor", "patch_size": PATCH_SIDE, "spatial_merge_size": 2,
+            "image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]",
+        }},
+    ),
     "tiny-qwen2-audio": (
         "<|audio_bos|><|AUDIO|><|audio_eos|>", ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"],
         {

@@ -102,6 +102,17 @@ class _Counter:
             crops = len(self.processor.pan_and_scan(blank(width, height), *settings))
         return 1 + crops, (1 + crops) * self.config.mm_tokens_per_image
 
+    def _PixtralImageProcessor(self, width: int, height: int, _: int) -> tuple[int, int]:
+        from transformers.image_utils import ChannelDimension
+        from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+        side = self.config.vision_config.patch_size
+        merged = side * self.config.spatial_merge_size
+        made = get_resize_output_image_size(
+            blank(width, height), self.processor.size["longest_edge"], merged, ChannelDimension.FIRST
+        )
+        return made[0] * made[1] // side**2, made[0] * made[1] // merged**2
+
 
 def sample_counts(folder: Any, samples: list[list[Size]]) -> list[list[tuple[int, int]]]:
     """`image_counts` of many samples, with the processor loaded once."""

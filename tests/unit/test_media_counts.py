@@ -6,6 +6,7 @@ are asked through their functions of sizes. `benchmarks/media_counts.py` makes t
 
 import json
 import math
+import shutil
 import wave
 import zlib
 from pathlib import Path
@@ -19,7 +20,7 @@ from processor_counts import sample_counts
 from entrain_opt.runtime.families import MediaUnit
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.workload.index import measure_dataset
-from entrain_opt.workload.media import CombinedRule, SmartResizeRule, media_rule
+from entrain_opt.workload.media import CombinedRule, PatchRowRule, SmartResizeRule, media_rule
 
 MODELS = Path(__file__).parents[2] / "models"
 IMAGE_FOLDERS = sorted(
@@ -37,8 +38,10 @@ def images_of(rule):
 
 
 def sizes_for(rule, count, longest, seed=0):
-    """Random sizes, of which the native-resolution processors refuse the thinnest; these are made wider."""
-    thinnest = MAX_RATIO if isinstance(images_of(rule), SmartResizeRule) else longest
+    """Random sizes; the thinnest, which processors of native resolutions refuse, are made wider."""
+    found = images_of(rule)
+    thinnest = MAX_RATIO if isinstance(found, SmartResizeRule) else longest
+    thinnest = found.longest_edge // 2 if isinstance(found, PatchRowRule) else thinnest
     sizes = random_sizes(count, seed=seed, longest=longest)
     return [(max(w, math.ceil(h / thinnest)), max(h, math.ceil(w / thinnest))) for w, h in sizes]
 
@@ -104,7 +107,7 @@ def test_rules_of_shipped_folders_equal_their_processors(name):
     assert sum(map(len, samples)) == COUNT
     for sizes, expected in zip(samples, sample_counts(MODELS / name, samples), strict=True):
         of_rule = rule.images(sizes)
-        is_native = isinstance(images_of(rule), SmartResizeRule)
+        is_native = isinstance(images_of(rule), (SmartResizeRule, PatchRowRule))
         found = [(size.patches if is_native else size.segments, size.features) for size in of_rule]
         assert found == expected, sizes
 
@@ -143,6 +146,20 @@ def test_real_pixels_are_what_the_index_says(name, tmp_path):
             assert reader.family.features(patches, segments, tokens) == features
             unit = MediaUnit(module="vision", segments=(segments,), patches=(patches,), features=(features,))
             assert len(reader.pixels(row, item)) == rows == reader.family.input_rows(unit)[0], samples[row][item]
+
+
+def test_internvl_tiles_whatever_the_image_processors_file_says(tmp_path):
+    """As its combined processor does; published folders say `crop_to_patches: false`."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODELS / "tiny-internvl", folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({**settings, "crop_to_patches": False}))
+    Image.new("RGB", (300, 100)).save(tmp_path / "0.png")
+    dataset = write_dataset(tmp_path, [[(300, 100)]], "image", "png")
+    table, bad = measure_dataset(dataset, folder, num_workers=0)
+    assert not bad
+    reader = ChatReader.open(dataset, table, folder, cache_dir=tmp_path / "cache")
+    assert len(reader.pixels(0, 0)) == int(table.media_segments[0]) == 4  # Three tiles and the whole.
 
 
 def test_the_reader_places_as_many_audio_tokens_as_the_processor(tmp_path, monkeypatch):

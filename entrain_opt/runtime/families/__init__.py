@@ -12,6 +12,7 @@ from entrain_opt.runtime.families.idefics3 import Idefics3Family
 from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.runtime.families.llava_next import LlavaNextFamily, LlavaOnevisionFamily
+from entrain_opt.runtime.families.mistral3 import Mistral3Family
 from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
 from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
 from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
@@ -23,6 +24,7 @@ _FAMILIES: dict[str, type[Family]] = {
     "llava": LlavaFamily,
     "llava_next": LlavaNextFamily,
     "llava_onevision": LlavaOnevisionFamily,
+    "mistral3": Mistral3Family,
     "qwen2_5_vl": Qwen25VLFamily,
     "qwen2_audio": Qwen2AudioFamily,
     "qwen3_vl": Qwen3VLFamily,

@@ -81,6 +81,8 @@ class Family(ABC):
     reads_text_everywhere: ClassVar[bool] = False
     #: Config names of the encoders and language model: `set_attn_implementation` takes them.
     encoder_configs: ClassVar[tuple[str, ...]] = ("vision_config",)
+    #: How encoders attend: `PACKED_ATTENTION` where several media lie in one row and `encode` gives their offsets.
+    encoder_attention: ClassVar[str] = "sdpa"
 
     def __init__(self, config: Any) -> None:
         """Take a config.
@@ -120,6 +122,14 @@ class Family(ABC):
             As `encoder_shape` says, or [F, feature width] after the last layer and the projector.
         """
 
+    def image_settings(self) -> dict[str, Any]:
+        """What the family's combined processor tells its image processor, whatever that one's own file says."""
+        return {}
+
+    def arrange(self, pixels: Tensor) -> Tensor:
+        """One image as its processor makes it -> rows that can stand behind those of other images."""
+        return pixels
+
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         """First dimension of what the reader makes of each item: its tiles, unless the family says otherwise."""
         return unit.segments
@@ -136,7 +146,7 @@ class Family(ABC):
         """The whole model on the current default device (meta, usually), attention set up for packed rows."""
         register_packed_attention()
         model = self.new_model()
-        encoders = dict.fromkeys(self.encoder_configs, "sdpa")
+        encoders = dict.fromkeys(self.encoder_configs, self.encoder_attention)
         model.set_attn_implementation({"text_config": PACKED_ATTENTION, **encoders})
         return model
 

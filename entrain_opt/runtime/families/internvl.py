@@ -46,6 +46,9 @@ class InternVLFamily(Family):
             return Place("vision", OUTPUT if self.uses_norm else UNUSED, "vision_tower")
         return None
 
+    def image_settings(self) -> dict[str, Any]:
+        return {"crop_to_patches": True}
+
     def features(self, patches: int, segments: int, tokens: int) -> int:
         side = int((patches // segments - 1) ** 0.5)
         return segments * int(side * self.config.downsample_ratio) ** 2
