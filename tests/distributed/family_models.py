@@ -220,7 +220,8 @@ CASES = {
     ),
     "internvl": FamilyCase(
         config={
-            "model_type": "internvl", "text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": PLACEHOLDER,
+            "model_type": "internvl", "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
+            "image_token_id": PLACEHOLDER,
             "vision_config": {
                 "model_type": "internvl_vision", "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4,
                 "num_attention_heads": 2, "image_size": [28, 28], "patch_size": [7, 7], "use_qk_norm": True,

@@ -20,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.attention import PACKED_ATTENTION, register_packed_attention
 
 #: Positions of a parameter within its module, besides a layer index.
 INPUT, OUTPUT, UNUSED = "input", "output", "unused"
+
+#: Language models that the methods of `Family` run as their own model does.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
 IntArray = NDArray[np.int64]
 #: [start, end) of rows that attend to each other in both directions.
@@ -81,6 +84,10 @@ class Family(ABC):
     reads_text_everywhere: ClassVar[bool] = False
     #: Config names of the encoders and language model: `set_attn_implementation` takes them.
     encoder_configs: ClassVar[tuple[str, ...]] = ("vision_config",)
+    #: Model types of the language model, and of the encoder, that the family executes; None where the config class
+    #: itself allows one only.
+    text_types: ClassVar[tuple[str, ...] | None] = None
+    encoder_types: ClassVar[tuple[str, ...] | None] = None
     #: How encoders attend: `PACKED_ATTENTION` where several media lie in one row and `encode` gives their offsets.
     encoder_attention: ClassVar[str] = "sdpa"
 
@@ -161,9 +168,9 @@ class Family(ABC):
         place = self.place_encoder(parameter_name) or self._place_llm(parameter_name)
         if place is None:
             raise RuntimeConfigError(
-                f"model: parameter {parameter_name!r} has no place in any stage of {type(self).__name__}. Add it to "
-                f"`place_encoder` in {type(self).__module__.replace('.', '/')}.py, as CONTRIBUTING.md says under "
-                "'Add a model family'."
+                f"model: parameter {parameter_name!r} has no place in any stage of {type(self).__name__}. Say in its "
+                f"`place_encoder` ({type(self).__module__.replace('.', '/')}.py) which stage holds it, and compute it "
+                f"in `encode`: see {FAMILY_GUIDE}."
             )
         return place
 

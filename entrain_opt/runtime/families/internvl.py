@@ -8,11 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place
 
 
 class InternVLFamily(Family):
     """`InternVLForConditionalGeneration`, images only."""
+
+    text_types = LLAMA_LIKE
+    encoder_types = ("internvl_vision",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.attention import PACKED_ATTENTION
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place
 
 
 class Mistral3Family(Family):
     """`Mistral3ForConditionalGeneration` with one feature layer."""
 
     needs_shapes = True
+    text_types = LLAMA_LIKE
+    encoder_types = ("pixtral",)
     encoder_attention = PACKED_ATTENTION
 
     def __init__(self, config: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.spec.folder import first_value, read_json
 from entrain_opt.workload.media.anyres import AnyResolutionRule
 from entrain_opt.workload.media.folder import ModelFiles, edges, setting, square, tower_side
@@ -69,7 +69,7 @@ def image_rule(files: ModelFiles, text: TextCounter) -> MediaRule:
     raise RuntimeConfigError(
         f"{files.folder}: image_processor_type: expected that of CLIP, SigLIP, LLaVA, LLaVA-NeXT, LLaVA-OneVision, "
         f"Qwen2-VL, Qwen3-VL, GotOcr2 (InternVL), Idefics3, SmolVLM, Gemma3 or Pixtral, found {name!r}. "
-        "A new rule goes into entrain_opt/workload/media/, as CONTRIBUTING.md says."
+        f"To add it, write a MediaRule in entrain_opt/workload/media/: see {FAMILY_GUIDE}."
     )
 
 
