@@ -146,10 +146,11 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
         }},
     ),
     "tiny-gemma3": (
-        "<image_soft_token>", ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        "<start_of_image>", ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {
             "model_type": "gemma3", "image_token_id": "{<image_soft_token>}",
-            "image_token_index": "{<image_soft_token>}", "mm_tokens_per_image": 16, "vision_config": SIGLIP,
+            "image_token_index": "{<image_soft_token>}", "boi_token_index": "{<start_of_image>}",
+            "eoi_token_index": "{<end_of_image>}", "mm_tokens_per_image": 16, "vision_config": SIGLIP,
             "text_config": text(
                 "gemma3_text", head_dim=24, query_pre_attn_scalar=24, sliding_window=64,
                 layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
