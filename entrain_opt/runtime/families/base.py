@@ -57,7 +57,7 @@ class MediaUnit:
         segments: pictures, tiles or clips, which do not attend to each other.
         patches: what the encoder computes on, over all segments.
         features: rows that go to the language model.
-        shapes: what `MediaRule.image_shape` or `audio_shape` says of the item; empty unless the family
+        shapes: what `MediaRule.image_shape`, `audio_shape` or `video_shape` says of the item; empty unless the family
             `needs_shapes`.
     """
 
@@ -84,6 +84,8 @@ class Family(ABC):
     reads_text_everywhere: ClassVar[bool] = False
     #: Config names of the encoders and language model: `set_attn_implementation` takes them.
     encoder_configs: ClassVar[tuple[str, ...]] = ("vision_config",)
+    #: Whether `video_rows` is there.
+    executes_videos: ClassVar[bool] = False
     #: Model types of the language model, and of the encoder, that the family executes; None where the config class
     #: itself allows one only.
     text_types: ClassVar[tuple[str, ...] | None] = None
@@ -136,6 +138,15 @@ class Family(ABC):
     def arrange(self, pixels: Tensor) -> Tensor:
         """One image as its processor makes it -> rows that can stand behind those of other images."""
         return pixels
+
+    def video_rows(self, frames: Sequence[Any], processor: Any) -> Tensor:
+        """What the encoder takes of a video; asked for only where the family `executes_videos`.
+
+        Args:
+            frames: RGB images of the size that the rule says, in order.
+            processor: the folder's image processor.
+        """
+        raise RuntimeConfigError(f"model: {type(self).__name__} executes no videos.")
 
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         """First dimension of what the reader makes of each item: its tiles, unless the family says otherwise."""
