@@ -1,4 +1,4 @@
-"""Videos of Qwen2.5-VL: decoded frames, placeholders, loss and gradients are those of the plain model."""
+"""Videos of Qwen2.5-VL and Qwen3-VL: decoded frames, placeholders, loss and gradients are those of the plain model."""
 
 import json
 import shutil
@@ -43,19 +43,22 @@ def write_clip(path, frames, rate, size):
     return path
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """The tiny folder with a template that knows videos, and a video processor's settings."""
+@pytest.fixture(params=["qwen2_5-vl", "qwen3-vl"])
+def folder(tmp_path, request):
+    """A tiny folder with a template that knows videos, and a video processor's settings."""
     folder = tmp_path / "model"
-    shutil.copytree(TINY, folder)
+    shutil.copytree(TINY.parent / f"tiny-{request.param}", folder)
     template = folder / "chat_template.jinja"
     known = "if part['type'] == 'image' else"
     text = template.read_text()
     assert known in text
     template.write_text(text.replace(known, f"{known} '{VIDEO}' if part['type'] == 'video' else"))
+    newer = request.param == "qwen3-vl"
+    # The budget is that of a frame in Qwen2.5-VL, that of the whole clip in Qwen3-VL.
     settings = {
-        "video_processor_type": "Qwen2VLVideoProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
-        "do_sample_frames": True, "fps": 2, "size": {"shortest_edge": 3136, "longest_edge": 12544},
+        "video_processor_type": f"Qwen{2 + newer}VLVideoProcessor", "patch_size": 14 + 2 * newer, "merge_size": 2,
+        "temporal_patch_size": 2, "do_sample_frames": True, "fps": 2,
+        "size": {"shortest_edge": 4096, "longest_edge": 81920 if newer else 12544},
     }  # fmt: skip
     (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return folder
@@ -114,7 +117,8 @@ def plain_inputs(reader, row, media):
             length = read_video_length(MediaItem(kind="video", path=path))
             sampled = len(reader.rule.video_frames(length.num_frames, length.width, length.height, length.fps).indices)
             seconds.append(2 / (sampled / length.num_frames * length.fps))
-    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if seconds else {})
+    takes_seconds = reader.family.config.model_type == "qwen2_5_vl" and seconds
+    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if takes_seconds else {})
 
 
 def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
@@ -140,8 +144,10 @@ def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
 
 def test_rows_and_placeholders_are_the_processors(tmp_path, folder, samples):
     """The video processor's own layout of the same frames, and its count of placeholders."""
-    processor = video_module("qwen2_vl").Qwen2VLVideoProcessor
     reader, table = open_reader(tmp_path, folder, samples)
+    newer = reader.family.config.model_type == "qwen3_vl"
+    module = video_module("qwen3_vl" if newer else "qwen2_vl")
+    processor = module.Qwen3VLVideoProcessor if newer else module.Qwen2VLVideoProcessor
     for row, item in ((0, 0), (2, 0), (3, 0)):
         media = MediaItem(kind="video", path=samples[row][item])
         length = read_video_length(media)
@@ -149,7 +155,9 @@ def test_rows_and_placeholders_are_the_processors(tmp_path, folder, samples):
         frames = [frame.resize(chosen.size, 3) for frame in read_frames(media, chosen.indices)]
         pixels = np.stack([np.asarray(frame, dtype=np.float32).transpose(2, 0, 1) / 255 for frame in frames])
         clip = (torch.from_numpy(pixels)[None] - 0.5) / 0.5
-        rows, groups, height, width = processor.patchify(None, clip, patch_size=14, merge_size=2, temporal_patch_size=2)
+        rows, groups, height, width = processor.patchify(
+            None, clip, patch_size=reader.family.vision.patch_size, merge_size=2, temporal_patch_size=2
+        )
         found = reader.pixels(row, item)
         assert torch.allclose(found, rows[0], atol=1e-5)
         assert reader.shapes(row)[item][:3] == (groups, height, width)
@@ -163,9 +171,11 @@ def test_an_odd_number_of_frames_ends_with_its_last_one_twice(folder):
     from transformers import AutoImageProcessor
 
     family, images = read_family(folder), AutoImageProcessor.from_pretrained(folder)
-    frames = [Image.new("RGB", (56, 28), (40 * index, 10, 200)) for index in range(3)]
+    side = family.vision.patch_size
+    frames = [Image.new("RGB", (4 * side, 2 * side), (40 * index, 10, 200)) for index in range(3)]
     odd, even = family.video_rows(frames, images), family.video_rows([*frames, frames[-1]], images)
     assert torch.equal(odd, even)
+    assert not torch.equal(odd[:8], odd[8:])
     assert len(odd) == 2 * 2 * 4
 
 

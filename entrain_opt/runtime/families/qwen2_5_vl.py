@@ -4,7 +4,8 @@ The images of a unit lie in one row of patches, in the order of their windows fr
 segments and rotary angles follow from the grids of the images, which every encoder stage knows; nothing but the row
 itself crosses a boundary.
 
-A video is a picture of several frames, two to a patch, whose positions follow its time.
+A video is a picture of several frames, two to a patch, whose positions follow its time, or in Qwen3-VL as many
+pictures, because times stand between them in the text.
 
 A sample's positions restart at zero; an image takes a grid of positions (frame, row, column), and what follows it
 starts after the longest side. Every language-model stage needs them.
@@ -75,15 +76,16 @@ class NativeResolutionFamily(Family):
         positions = np.empty((3, num_tokens), dtype=np.int64)
         row = position = 0
         for rows, (frames, height, width, *nanoseconds) in media:
-            text = int(rows[0]) - row
-            positions[:, row : row + text] = np.arange(position, position + text)
-            position, row = position + text, int(rows[0])
-            sides = (frames, height // self.merge, width // self.merge)
-            grid = np.indices(sides)
-            if nanoseconds:
-                grid[0] = self._group_positions(frames, nanoseconds[0])[:, None, None]
-            positions[:, row : row + len(rows)] = grid.reshape(3, -1) + position
-            position, row = position + max(sides[1:]), row + len(rows)
+            for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+                text = int(run[0]) - row
+                positions[:, row : row + text] = np.arange(position, position + text)
+                position, row = position + text, int(run[0])
+                sides = (frames * len(run) // len(rows), height // self.merge, width // self.merge)
+                grid = np.indices(sides)
+                if nanoseconds and sides[0] > 1:
+                    grid[0] = self._group_positions(sides[0], nanoseconds[0])[:, None, None]
+                positions[:, row : row + len(run)] = grid.reshape(3, -1) + position
+                position, row = position + max(sides[1:]), row + len(run)
         positions[:, row:] = np.arange(position, position + num_tokens - row)
         return positions
 
