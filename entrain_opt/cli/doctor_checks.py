@@ -177,7 +177,7 @@ def _machine(answers: list[dict[str, Any]], end: Ended) -> list[Finding]:
         )
     ]
     if not answers:
-        fix = "python -c 'import torch; torch.cuda.init()' shows the error; check the driver with nvidia-smi"
+        fix = f"{sys.executable} -c 'import torch; torch.cuda.is_available()' shows the error; then nvidia-smi"
         lost = Finding(section="machine", name="CUDA", status=FAILED, detail=_reason(end), fix=fix)
         return [*findings, lost]
     found = answers[-1]
