@@ -47,7 +47,7 @@ def inlined(function: Function) -> Function:
 
 def _kept(function: Function, **options: bool) -> Function:
     before = config.CACHE_DIR
-    config.CACHE_DIR = str(_cache_dir())
+    config.CACHE_DIR = str(cache_folder())
     try:
         return njit(cache=True, nogil=True, **options)(function)
     finally:
@@ -55,7 +55,7 @@ def _kept(function: Function, **options: bool) -> Function:
 
 
 @cache
-def _cache_dir() -> Path:
+def cache_folder() -> Path:
     """A folder that can be written to, named after the sources: beside them, or else in the temporary folder."""
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):

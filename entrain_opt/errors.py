@@ -1,5 +1,8 @@
 """The errors a user can meet. Each message says what was expected, what was found, where, and one thing to do."""
 
+#: Where somebody who meets a model that is not known here reads on; messages name it.
+FAMILY_GUIDE = "CONTRIBUTING.md#add-a-model-family (ten steps)"
+
 
 class EntrainError(Exception):
     """Base of every error this package raises on purpose."""

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from entrain_opt.cli.packages import refuse_compromised
 from entrain_opt.errors import EntrainError
 
 #: Commands that Lightning's own command line runs.
@@ -16,7 +17,7 @@ _LIGHTNING_COMMANDS = ("fit", "validate")
 def build_parser() -> argparse.ArgumentParser:
     """All commands; `fit` and `validate` only for the list in `--help`."""
     from entrain_opt import __version__
-    from entrain_opt.cli import export, index, plan, profile, rehearse, report, simulate
+    from entrain_opt.cli import doctor, export, index, plan, profile, rehearse, report, simulate
 
     parser = argparse.ArgumentParser(
         prog="entrain", description="Plan, balance and run multimodal LLM training from one recipe."
@@ -25,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("fit", help="train a recipe (entrain fit --help lists every option)")
     commands.add_parser("validate", help="run a recipe's validation data through the model")
-    for command in (plan, simulate, rehearse, report, index, profile, export):
+    for command in (plan, simulate, rehearse, report, index, profile, export, doctor):
         command.add_parser(commands)
     return parser
 
@@ -34,7 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. Errors a user can cause are one line on stderr."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if arguments[:1] == ["doctor"]:
+            from entrain_opt.cli import doctor
+
+            return doctor.main(arguments[1:])
         if arguments and arguments[0] in _LIGHTNING_COMMANDS:
+            refuse_compromised()
             from entrain_opt.cli.recipe import read_recipe
 
             for path in _recipes(arguments[1:]):

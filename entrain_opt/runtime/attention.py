@@ -32,7 +32,7 @@ def packed_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of one packed row.
+    """Attention within each segment of one packed row: causal, unless the module says `is_causal = False`.
 
     Args:
         query: [1, heads, tokens, head size]; `key` and `value` may have fewer heads (grouped queries).
@@ -44,8 +44,9 @@ def packed_attention(
         [1, tokens, heads, head size], and no weights.
     """
     outputs = []
+    is_causal = getattr(module, "is_causal", True)
     for start, end in itertools.pairwise(segment_offsets):
-        mask = _mask(start, end, two_way_spans, sliding_window, query.device)
+        mask = _mask(start, end, two_way_spans, sliding_window, query.device) if is_causal else None
         outputs.append(
             nn.functional.scaled_dot_product_attention(
                 query[:, :, start:end],
@@ -54,7 +55,7 @@ def packed_attention(
                 attn_mask=mask,
                 dropout_p=dropout,
                 scale=scaling,
-                is_causal=mask is None,
+                is_causal=is_causal and mask is None,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )

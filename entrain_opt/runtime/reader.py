@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError, WorkloadError
 from entrain_opt.runtime.families import Family, read_family
 from entrain_opt.workload.chat import ChatEncoder, EncodedSample
 from entrain_opt.workload.conversation import ChatSample, MediaItem
@@ -23,6 +23,7 @@ from entrain_opt.workload.images import open_image
 from entrain_opt.workload.measure import media_forms
 from entrain_opt.workload.media import Expansion, MediaRule, media_rule
 from entrain_opt.workload.samples import SampleTable
+from entrain_opt.workload.video import read_frames, read_video_length
 from entrain_opt.workload.waveform import read_waveform
 
 
@@ -96,10 +97,12 @@ class ChatReader:
         return self.dataset[self.dataset.row_of(str(self.samples.sample_ids[row]))]
 
     def pixels(self, row: int, item: int) -> Tensor:
-        """What the encoder takes of one media item: tiles of an image, its patches, or the mel frames of a clip.
+        """What the encoder takes of one media item: tiles or patches of an image or video, mel frames of a clip.
 
         Raises:
-            WorkloadError: the file is missing or broken, or a kind that cannot be read; names sample, file and reason.
+            WorkloadError: the file is missing or broken, or a video, which the family does not execute; names sample,
+                file and reason.
+            RuntimeConfigError: a package that reads the file is missing.
         """
         sample = self._sample(row)
         media = sample.media[item]
@@ -107,13 +110,9 @@ class ChatReader:
             if media.kind == "image":
                 alone = sum(other.kind == "image" for other in sample.media) == 1
                 return self._image(media, alone=alone)
-            if media.kind == "audio":
-                return self._clip(media)
+            return self._clip(media) if media.kind == "audio" else self._video(media)
         except WorkloadError as error:
             raise WorkloadError(f"sample {sample.id}: {error}") from error
-        raise WorkloadError(
-            f"sample {sample.id}: {media.path}: training on {media.kind} is not supported. Leave the sample out."
-        )
 
     def _image(self, media: MediaItem, *, alone: bool) -> Tensor:
         image = open_image(media)
@@ -122,8 +121,9 @@ class ChatReader:
             batch = self.image_processor(images=[[image, image.resize((1, 1))]], return_tensors="pt")
             pixels = batch["pixel_values"].flatten(0, -5)[0]
             return pixels if pixels.dim() == 4 else pixels[None]
-        pixels = self.image_processor(images=[image], return_tensors="pt")["pixel_values"]
-        return pixels.flatten(0, 1) if pixels.dim() == 5 else pixels
+        made = self.image_processor(images=[image], return_tensors="pt", **self.family.image_settings())
+        pixels = made["pixel_values"]
+        return self.family.arrange(pixels.flatten(0, 1) if pixels.dim() == 5 else pixels)
 
     def _clip(self, media: MediaItem) -> Tensor:
         rate = self.feature_extractor.sampling_rate
@@ -131,6 +131,19 @@ class ChatReader:
             read_waveform(media, rate), sampling_rate=rate, padding="max_length", return_tensors="pt"
         )["input_features"]
         return features
+
+    def _video(self, media: MediaItem) -> Tensor:
+        if not self.family.executes_videos:
+            raise WorkloadError(
+                f"{media.path}: training on videos is not supported for {self.family.config.model_type}. Leave the "
+                f"sample out, or write `video_rows` in {type(self.family).__module__.replace('.', '/')}.py: see "
+                f"{FAMILY_GUIDE}."
+            )
+        length = read_video_length(media)
+        chosen = self.rule.video_frames(length.num_frames, length.width, length.height, length.fps)
+        resample = self.image_processor.resample
+        frames = [frame.resize(chosen.size, resample) for frame in read_frames(media, chosen.indices)]
+        return self.family.video_rows(frames, self.image_processor)
 
     def shapes(self, row: int) -> list[tuple[int, ...]]:
         """Shape of each media item, from its header; see `MediaRule.image_shape`."""

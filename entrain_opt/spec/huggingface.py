@@ -38,7 +38,8 @@ def read_model_spec(folder: str | Path, *, frozen: Sequence[str] = ()) -> ModelS
     where = f"{path}/config.json"
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise unknown(f"{where}: model_type", FAMILIES, family)
+        write = "a reader of its config in entrain_opt/spec/families/"
+        raise unknown(f"{where}: model_type", FAMILIES, family, write=write)
     parts = FAMILIES[family](config, where)
     towers = [TOWER_PARTS[encoder.name] for encoder in parts.encoders]
     check_frozen(frozen, (*towers, *(["projector"] if towers else []), "language_model"))

@@ -3,6 +3,7 @@
 1. The tokenizer's chat template renders the conversation with one placeholder per media item.
 2. Assistant text is found by the template's generation markers; a template without them is rendered up to each
    assistant message with and without it, and the difference is the answer.
+   Gemma 3's templates write the token that opens an image for it; others write the token of its features.
 3. Every placeholder becomes what `workload/media` says of the item, exactly once: placeholders for its features, and
    the processor's own text around them where the model has some.
 4. Labels are shifted here: `label_ids[t]` is the token to predict at position t, or -100.
@@ -65,13 +66,21 @@ class EncodedSample:
 class ChatEncoder:
     """Tokenizer, chat template and media placeholders of one model folder."""
 
-    def __init__(self, tokenizer: Any, *, media_token_ids: dict[str, int], max_tokens: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        media_token_ids: dict[str, int],
+        max_tokens: int,
+        opening_token_ids: dict[str, int] | None = None,
+    ) -> None:
         """Use a loaded tokenizer.
 
         Args:
             tokenizer: a fast Transformers tokenizer with a chat template.
-            media_token_ids: placeholder token of each media kind that the model knows.
+            media_token_ids: token of the features of each media kind that the model knows.
             max_tokens: longest sample that `encode` accepts.
+            opening_token_ids: token that opens an item of a kind; a template may write it alone, for the whole item.
         """
         self.tokenizer = tokenizer
         self.media_token_ids = dict(media_token_ids)
@@ -91,6 +100,12 @@ class ChatEncoder:
             special.add(token)
         self._special = re.compile("|".join(re.escape(token) for token in sorted(special))) if special else None
         self._takes_parts = self._template_takes_parts()
+        self._written_ids = {
+            kind: opening_token_ids[kind]
+            if opening_token_ids is not None and self._template_writes_opening(kind, token_id, opening_token_ids)
+            else token_id
+            for kind, token_id in self.media_token_ids.items()
+        }
 
     @classmethod
     def from_pretrained(cls, model_folder: str | Path, *, max_tokens: int | None = None) -> ChatEncoder:
@@ -117,7 +132,13 @@ class ChatEncoder:
             max_tokens = context_tokens(config)
         if max_tokens is None:
             raise RuntimeConfigError(f"{folder}/config.json: no max_position_embeddings; give max_tokens.")
-        return cls(tokenizer, media_token_ids=media_token_ids(config), max_tokens=max_tokens)
+        opening = first_value(config, "boi_token_id", "boi_token_index")
+        return cls(
+            tokenizer,
+            media_token_ids=media_token_ids(config),
+            max_tokens=max_tokens,
+            opening_token_ids={} if opening is None else {"image": int(opening)},
+        )
 
     def encode(self, sample: ChatSample, media: Sequence[int | Expansion]) -> EncodedSample:
         """Token ids of a sample.
@@ -139,9 +160,9 @@ class ChatEncoder:
             )
         self._check_texts(sample)
         ids, is_answer = self._tokenize(sample)
-        placeholders = np.flatnonzero(np.isin(ids, list(self.media_token_ids.values())))
+        placeholders = np.flatnonzero(np.isin(ids, list(self._written_ids.values())))
         expected = [self._media_token(item.kind, sample) for item in sample.media]
-        if ids[placeholders].tolist() != expected:
+        if ids[placeholders].tolist() != [self._written_ids[item.kind] for item in sample.media]:
             raise WorkloadError(
                 f"sample {sample.id}: the chat template made {len(placeholders)} media placeholders for "
                 f"{len(expected)} media items (or in another order). Does the template know image parts?"
@@ -218,6 +239,20 @@ class ChatEncoder:
         except (TemplateError, TypeError):
             return False
         return "zqx" in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+    def _template_writes_opening(self, kind: str, token_id: int, opening_token_ids: dict[str, int]) -> bool:
+        """Whether an item of this kind is rendered as its opening token, without the token of its features."""
+        from jinja2 import TemplateError
+
+        if kind not in opening_token_ids:
+            return False
+        probe = [{"role": "user", "content": [{"type": kind}, {"type": "text", "text": "zqx"}]}]
+        try:
+            rendered = self.tokenizer.apply_chat_template(probe, tokenize=False)
+        except (TemplateError, TypeError):
+            return False  # Whatever the sample holds will be refused, with the template's own words.
+        own, opening = self.tokenizer.convert_ids_to_tokens([token_id, opening_token_ids[kind]])
+        return own not in rendered and opening is not None and opening in rendered
 
     def _tokenize(self, sample: ChatSample) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """[T] ids with one placeholder per media item, and [T] whether each is the assistant's."""

@@ -60,7 +60,7 @@ class MediaForm:
     Attributes:
         size: what it costs.
         expansion: what replaces its placeholder.
-        shape: what the runtime must know of it, see `MediaRule.image_shape` and `audio_shape`.
+        shape: what the runtime must know of it, see `MediaRule.image_shape`, `audio_shape` and `video_shape`.
     """
 
     size: MediaSize
@@ -107,7 +107,7 @@ def _length(item: MediaItem, rule: MediaRule) -> MediaForm:
         return MediaForm(size=size, expansion=expansion, shape=rule.audio_shape(seconds))
     video = read_video_length(item)
     length = (video.num_frames, video.width, video.height, video.fps)
-    return MediaForm(size=rule.video(*length), expansion=rule.video_expansion(*length))
+    return MediaForm(size=rule.video(*length), expansion=rule.video_expansion(*length), shape=rule.video_shape(*length))
 
 
 def measure_rows(task: RowRange) -> Measured:

@@ -302,6 +302,38 @@ def gemma3_4b() -> dict[str, Config]:
     }
 
 
+def mistral_small_3_1() -> dict[str, Config]:
+    return {
+        "config.json": {
+            "model_type": "mistral3",
+            "image_token_index": 10,
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+            "multimodal_projector_bias": False,
+            "tie_word_embeddings": False,
+            "vision_config": {"model_type": "pixtral", **tower(1024, 4096, 24, 16, 1540, 14)},
+            "text_config": {
+                "model_type": "mistral",
+                **sizes(5120, 32768, 40, 32, 8, 131072),
+                "head_dim": 128,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "sliding_window": None,
+                **rope(1000000000.0),
+            },
+        },
+        "preprocessor_config.json": images("Pixtral", CLIP_MEAN, CLIP_STD, patch_size=14, size={"longest_edge": 1540}),
+        "processor_config.json": {
+            "processor_class": "PixtralProcessor",
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "image_token": "[IMG]",
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        },
+    }
+
+
 def qwen2_audio_7b() -> dict[str, Config]:
     return {
         "config.json": {
@@ -368,6 +400,7 @@ def folders() -> dict[str, dict[str, Config]]:
         "gemma-3-4b": gemma3_4b(),
         "internvl3-8b": internvl3_8b(),
         "llava-onevision-7b": llava_onevision(),
+        "mistral-small-3_1-24b": mistral_small_3_1(),
         "qwen2-audio-7b": qwen2_audio_7b(),
         "qwen2_5-vit-llama3_2-1b": composed(llama_1b),
         "qwen2_5-vit-llama3_2-3b": composed(llama_3b),

@@ -146,10 +146,11 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
         }},
     ),
     "tiny-gemma3": (
-        "<image_soft_token>", ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+        "<start_of_image>", ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
         {
             "model_type": "gemma3", "image_token_id": "{<image_soft_token>}",
-            "image_token_index": "{<image_soft_token>}", "mm_tokens_per_image": 16, "vision_config": SIGLIP,
+            "image_token_index": "{<image_soft_token>}", "boi_token_index": "{<start_of_image>}",
+            "eoi_token_index": "{<end_of_image>}", "mm_tokens_per_image": 16, "vision_config": SIGLIP,
             "text_config": text(
                 "gemma3_text", head_dim=24, query_pre_attn_scalar=24, sliding_window=64,
                 layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
@@ -160,6 +161,25 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
             "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 64, "pan_and_scan_max_num_crops": 3,
             "pan_and_scan_min_ratio_to_activate": 1.2,
         }, "processor_config": {"processor_class": "Gemma3Processor", "image_seq_length": 16}},
+    ),
+    "tiny-mistral3": (
+        "[IMG]", ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+        {
+            "model_type": "mistral3", "image_token_id": "{[IMG]}", "image_token_index": "{[IMG]}",
+            "spatial_merge_size": 2, "vision_feature_layer": -1, "tie_word_embeddings": False,
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 6,
+                "num_attention_heads": 4, "image_size": 2 * TILE_SIDE, "patch_size": PATCH_SIDE,
+            },
+            "text_config": text("mistral", head_dim=24, sliding_window=None),
+        },
+        {"preprocessor_config": {
+            "image_processor_type": "PixtralImageProcessorPil", **PIXELS, "do_pad": True, "patch_size": PATCH_SIDE,
+            "size": {"longest_edge": 2 * TILE_SIDE},
+        }, "processor_config": {
+            "processor_class": "PixtralProcessor", "patch_size": PATCH_SIDE, "spatial_merge_size": 2,
+            "image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]",
+        }},
     ),
     "tiny-qwen2-audio": (
         "<|audio_bos|><|AUDIO|><|audio_eos|>", ["<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"],

@@ -38,6 +38,8 @@ class Form:
     features: int
     markers: int = 0
     shape: tuple = ()
+    groups: int = 0
+    """Runs of features that stand apart where text is written around them; 0: one per segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,12 @@ def native_form(rows: int, columns: int, values: int) -> Form:
     return Form((patches, values), patches, 1, patches // 4, shape=(1, rows, columns))
 
 
+def row_form(rows: int, columns: int) -> Form:
+    """Patches of 7 x 7 pixels, 2 x 2 of them to a token, a break after every row of tokens."""
+    patches = rows * columns
+    return Form((patches, 147), patches, 1, patches // 4, rows, shape=(rows, columns), groups=rows // 2)
+
+
 def clip_form(frames: int) -> Form:
     positions = (frames + 1) // 2
     return Form((1, 8, 40), 20, 1, positions // 2, shape=(frames,))
@@ -91,6 +99,16 @@ def with_sizes(pixels, forms, ids):
 
 def with_counts(pixels, forms, ids):
     return with_sizes(pixels, forms, ids) | {"batch_num_images": torch.tensor([len(forms)])}
+
+
+def with_pictures(pixels, forms, ids):
+    """Rows of patches put together again, and padded to one size."""
+    sizes = [(7 * form.shape[0], 7 * form.shape[1]) for form in forms]
+    fold = torch.nn.functional.fold
+    pictures = [fold(p.T[None], size, kernel_size=7, stride=7) for p, size in zip(pixels, sizes, strict=True)]
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    padded = [torch.nn.functional.pad(p, (0, width - p.shape[3], 0, height - p.shape[2])) for p in pictures]
+    return {"pixel_values": torch.cat(padded), "image_sizes": torch.tensor(sizes)}
 
 
 def with_grids(pixels, forms, ids):
@@ -117,6 +135,16 @@ QWEN_IDS = {
     "image_token_id": PLACEHOLDER, "video_token_id": 5, "vision_start_token_id": 6, "vision_end_token_id": 7,
 }  # fmt: skip
 CASES = {
+    "llava": FamilyCase(
+        config={
+            "model_type": "llava", "vision_config": CLIP, "text_config": {"model_type": "llama", **TEXT},
+            "image_token_id": PLACEHOLDER, "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+            "tie_word_embeddings": False,
+        },
+        forms=(tile_form(1, 17, 16), tile_form(3, 17, 16), tile_form(2, 17, 16)),
+        plain=pixels_only,
+        vision_layers=3,
+    ),
     "llava_next": FamilyCase(
         config={
             "model_type": "llava_next", "vision_config": CLIP, "text_config": {"model_type": "mistral", **TEXT},
@@ -192,7 +220,8 @@ CASES = {
     ),
     "internvl": FamilyCase(
         config={
-            "model_type": "internvl", "text_config": {"model_type": "qwen2", **TEXT}, "image_token_id": PLACEHOLDER,
+            "model_type": "internvl", "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 8},
+            "image_token_id": PLACEHOLDER,
             "vision_config": {
                 "model_type": "internvl_vision", "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4,
                 "num_attention_heads": 2, "image_size": [28, 28], "patch_size": [7, 7], "use_qk_norm": True,
@@ -201,6 +230,19 @@ CASES = {
         },
         forms=(tile_form(1, 17, 4, 2), tile_form(5, 17, 4, 2), tile_form(3, 17, 4, 2)),
         plain=pixels_only,
+    ),
+    "mistral3": FamilyCase(
+        config={
+            "model_type": "mistral3", "image_token_id": PLACEHOLDER, "image_token_index": PLACEHOLDER,
+            "spatial_merge_size": 2, "vision_feature_layer": -1, "tie_word_embeddings": False,
+            "vision_config": {
+                "model_type": "pixtral", "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4,
+                "num_attention_heads": 2, "image_size": 84, "patch_size": 7,
+            },
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 8, "sliding_window": None},
+        },
+        forms=(row_form(2, 4), row_form(6, 10), row_form(12, 4), row_form(4, 4)),
+        plain=with_pictures,
     ),
     "qwen2_audio": FamilyCase(
         config={
@@ -258,7 +300,7 @@ class FamilyReader:
             before = form.markers // 2
             pieces += [rng.integers(8, WORDS, size=rng.integers(1, 5)), np.full(before, MARKER)]
             # Segments of one item stand apart where text is written around them, as tiles with tags do.
-            groups = form.segments if form.markers > form.segments else 1
+            groups = form.groups or (form.segments if form.markers > form.segments else 1)
             run = [np.full(form.features // groups, self.placeholder)] * groups
             text = [np.full(1, MARKER)] * (groups - 1)
             pieces += [piece for pair in zip(run, [*text, None], strict=True) for piece in pair if piece is not None]

@@ -99,7 +99,8 @@ def test_images(name, tmp_path):
         if not media[row]:
             return {}
         images = [open_image(path) for path in media[row]]
-        made = dict(processor(images=[images] if nested else images, return_tensors="pt"))
+        settings = reader.family.image_settings()
+        made = dict(processor(images=[images] if nested else images, return_tensors="pt", **settings))
         kept = {key: value for key, value in made.items() if key not in ("num_crops", "num_patches", "rows", "cols")}
         is_image = (ids == placeholder).int()
         if reader.family.config.model_type == "gemma3":

@@ -16,7 +16,7 @@ CLASSES = {
 TEXT_TYPES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text")
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "idefics3",
-    "smolvlm", "gemma3", "qwen2_audio", "qwen2_5_omni_thinker",
+    "smolvlm", "gemma3", "mistral3", "qwen2_audio", "qwen2_5_omni_thinker",
 )  # fmt: skip
 _OWN_TEXT = {
     "qwen2_5_vl": "qwen2_5_vl_text", "qwen3_vl": "qwen3_vl_text", "qwen3_vl_moe": "qwen3_vl_moe_text",
@@ -130,6 +130,10 @@ def family_config(family: str, seed: int) -> dict[str, Any]:
         config |= draw.some({"scale_factor": 3})
     elif family == "gemma3":
         config["vision_config"] = tower_config(draw, "siglip_vision_model")
+    elif family == "mistral3":
+        config["vision_config"] = tower_config(draw, "pixtral")
+        config |= draw.some({"vision_feature_layer": draw.of(-2, 1), "multimodal_projector_bias": True})
+        config |= draw.some({"spatial_merge_size": 1})
     elif family.startswith("qwen"):
         if family != "qwen2_audio":
             config["vision_config"] = qwen_vision_config(draw, family, text["hidden_size"])
@@ -185,7 +189,7 @@ def real_counts(model: Any) -> RealCounts:
             part = "rest"
         elif module == "llm":
             part = "input" if "embed_tokens" in name else "output"
-        elif re.search(r"conv\d|embed_positions|embeddings|patch_embed|pos_embed|pre_layrnorm", name):
+        elif re.search(r"conv\d|embed_positions|embeddings|patch_embed|pos_embed|pre_layrnorm|patch_conv|ln_pre", name):
             part = "input"
         else:
             part = "rest"

@@ -79,9 +79,14 @@ def blank(width: int, height: int) -> NDArray[np.uint8]:
     return np.broadcast_to(np.uint8(0), (3, height, width))
 
 
-@cache
 def video_module(family: str) -> ModuleType:
-    """Transformers' video processing of a family; some import torchvision, which the functions used here never call."""
+    """Transformers' video processing of a family."""
+    return processing_module(family, "video_processing")
+
+
+@cache
+def processing_module(family: str, kind: str) -> ModuleType:
+    """A module of a family's processing; some import torchvision, which the functions used here never call."""
     import transformers.image_utils
     import transformers.video_processing_utils  # noqa: F401
 
@@ -95,7 +100,7 @@ def video_module(family: str) -> ModuleType:
     for parent, child in pairwise(names):
         setattr(stand_ins[parent], child.rpartition(".")[2], stand_ins[child])
     with patch.dict(sys.modules, stand_ins):
-        return import_module(f"transformers.models.{family}.video_processing_{family}")
+        return import_module(f"transformers.models.{family}.{kind}_{family}")
 
 
 def borrowed(owner: type, name: str, **attributes: Any) -> Any:

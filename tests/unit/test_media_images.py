@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from media_cases import as_text, blank, borrowed, random_sizes, small_tokenizer, write_folder
+from media_cases import as_text, blank, borrowed, processing_module, random_sizes, small_tokenizer, write_folder
 from PIL import Image
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
@@ -418,12 +418,65 @@ def test_gemma_writes_what_its_processor_writes(crops, tmp_path, tokenizer):
         )
 
 
+# Mistral 3
+
+
+def mistral3_folder(tmp_path, tokenizer=None, *, edge=1540, merge=2, **settings):
+    config = {
+        "model_type": "mistral3",
+        "spatial_merge_size": merge,
+        "vision_config": {"model_type": "pixtral", "patch_size": 14},
+    }
+    processor = {"image_processor_type": "PixtralImageProcessorFast", "size": {"longest_edge": edge}, "patch_size": 14}
+    combined = {"patch_size": 14, "spatial_merge_size": merge, **settings}
+    folder = write_folder(tmp_path, config, preprocessor_config=processor, processor_config=combined)
+    if tokenizer is not None:
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(("edge", "merge"), [(1540, 2), (1024, 1), (97, 2)])
+def test_mistral3_equals_the_processor(edge, merge, tmp_path):
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    rule = media_rule(mistral3_folder(tmp_path, edge=edge, merge=merge))
+    names = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+    owner = processing_module("pixtral", "processing").PixtralProcessor
+    write = borrowed(owner, "replace_image_token", patch_size=14, spatial_merge_size=merge, **names)
+    refused = 0
+    for index, (width, height) in enumerate(SIZES):
+        made = get_resize_output_image_size(blank(width, height), edge, 14 * merge, ChannelDimension.FIRST)
+        if 0 in made:
+            refused += 1
+            with pytest.raises(WorkloadError, match=f"{width} x {height} is so thin"):
+                rule.image(width, height)
+            continue
+        size = rule.image(width, height)
+        assert (size.patches, size.segments) == (made[0] * made[1] // 14**2, 1), (width, height)
+        assert rule.image_shape(width, height) == (made[0] // 14, made[1] // 14)
+        if index % 10 == 0:
+            text = write({"image_sizes": [made]}, 0)
+            assert as_text(rule.image_expansion(width, height), "[IMG]") == text
+            assert (size.features, size.tokens) == (text.count("[IMG]"), text.count("["))
+    assert 0 < refused < len(SIZES) // 3
+
+
+def test_mistral3_files_that_disagree_are_refused(tmp_path):
+    with pytest.raises(RuntimeConfigError, match=r"spatial_merge_size: the processor has 1, config\.json makes it 2"):
+        media_rule(mistral3_folder(tmp_path, spatial_merge_size=1))
+    with pytest.raises(RuntimeConfigError, match="patch_size: the processor has 16, vision_config makes it 14"):
+        media_rule(mistral3_folder(tmp_path, patch_size=16))
+
+
 # All
 
 
-@pytest.mark.parametrize("text", ["\n\n", "\n", "<fake_token_around_image><row_1_col_2>", "<12.5 seconds>", "</img>"])
+@pytest.mark.parametrize(
+    "text", ["\n\n", "\n", "<fake_token_around_image><row_1_col_2>", "<12.5 seconds>", "</img>", "[IMG_BREAK]"]
+)
 def test_text_without_a_tokenizer_counts_as_common_tokenizers_do(text):
-    expected = {"\n\n": 1, "\n": 1, "<12.5 seconds>": 7, "</img>": 1}
+    expected = {"[IMG_BREAK]": 1, "\n\n": 1, "\n": 1, "<12.5 seconds>": 7, "</img>": 1}
     assert TextCounter().count(text) == expected.get(text, 2)
 
 

@@ -21,8 +21,8 @@ TINY = ROOT / "models" / "tiny-llava"
 PHYSICS = ROOT / "recipes" / "data" / "physics"
 COMPOSED = ("qwen2_5-vit-llama3_2-1b", "qwen2_5-vit-llama3_2-3b", "qwen2_5-vit-whisper-llama3_1-8b")
 PUBLISHED = (
-    "gemma-3-4b", "internvl3-8b", "llava-onevision-7b", "qwen2-audio-7b", "qwen2_5-vl-3b", "qwen2_5-vl-7b",
-    "qwen3-vl-4b", "smolvlm2-2_2b", "smolvlm2-500m",
+    "gemma-3-4b", "internvl3-8b", "llava-onevision-7b", "mistral-small-3_1-24b", "qwen2-audio-7b", "qwen2_5-vl-3b",
+    "qwen2_5-vl-7b", "qwen3-vl-4b", "smolvlm2-2_2b", "smolvlm2-500m",
 )  # fmt: skip
 
 

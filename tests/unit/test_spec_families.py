@@ -71,7 +71,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "llava-onevision-7b"])
+@pytest.mark.parametrize("name", [*PUBLISHED, "llava-onevision-7b", "mistral-small-3_1-24b"])
 def test_shipped_folders(name):
     config = json.loads((MODELS / name / "config.json").read_text())
     spec = ModelSpec.from_pretrained(MODELS / name)

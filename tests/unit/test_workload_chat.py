@@ -163,3 +163,45 @@ def test_incomplete_folders_raise(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(RuntimeConfigError, match="expected a tokenizer"):
         ChatEncoder.from_pretrained(tmp_path)
+
+
+GEMMA = ROOT / "models" / "tiny-gemma3"
+
+
+@pytest.mark.parametrize("placeholder", ["<start_of_image>", "<image_soft_token>"])
+def test_gemma_3_templates_may_open_an_image_and_leave_the_rest_to_the_processor(placeholder, tmp_path):
+    """Published ones write `<start_of_image>`; what results is what the real processor makes of the rendered text."""
+    from PIL import Image
+    from transformers import AutoImageProcessor, AutoTokenizer, Gemma3Processor
+
+    from entrain_opt.workload.media import media_rule
+
+    folder = tmp_path / "model"
+    shutil.copytree(GEMMA, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<start_of_image>", placeholder))
+    encoder, rule = ChatEncoder.from_pretrained(folder), media_rule(folder)
+    sizes = [(100, 80), (600, 100), (64, 64)]
+    sample = chat([IMAGE, "one", IMAGE, "two"], "A cat.", [IMAGE, "?"], "Yes.")
+    encoded = encoder.encode(sample, [rule.image_expansion(*size) for size in sizes])
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    tokenizer = AutoTokenizer.from_pretrained(GEMMA, extra_special_tokens=names)
+    processor = Gemma3Processor(AutoImageProcessor.from_pretrained(GEMMA), tokenizer, image_seq_length=16)
+    text = tokenizer.apply_chat_template(list(sample.messages), tokenize=False)
+    images = [Image.new("RGB", size) for size in sizes]
+    made = processor(
+        images=[images], text=text.replace(placeholder, "<start_of_image>"), add_special_tokens=False,
+        images_kwargs={
+            "do_pan_and_scan": True, "pan_and_scan_min_crop_size": 64, "pan_and_scan_max_num_crops": 3,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
+    )  # fmt: skip
+    # Text around an item is tokenised apart from what stands beside it, so letters are compared, not tokens.
+    assert tokenizer.decode(encoded.input_ids) == tokenizer.decode(made["input_ids"][0])
+    soft = tokenizer.convert_tokens_to_ids("<image_soft_token>")
+    assert encoder.media_token_ids == {"image": soft}
+    assert np.array_equal(encoded.feature_positions, np.flatnonzero(encoded.input_ids == soft))
+    assert len(encoded.feature_positions) == list(made["input_ids"][0]).count(soft) == 16 * (1 + 4 + 1)
+    assert encoder.encode(chat(["no image"], "Yes."), []).num_tokens > 0
+    with pytest.raises(WorkloadError, match="contains '<start_of_image>', a control token"):
+        encoder.encode(chat(["<start_of_image>"], "Yes."), [])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span
 from entrain_opt.runtime.families.gemma3 import Gemma3Family
 from entrain_opt.runtime.families.idefics3 import Idefics3Family
 from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.runtime.families.llava_next import LlavaNextFamily, LlavaOnevisionFamily
+from entrain_opt.runtime.families.mistral3 import Mistral3Family
 from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
 from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
 from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
@@ -23,6 +24,7 @@ _FAMILIES: dict[str, type[Family]] = {
     "llava": LlavaFamily,
     "llava_next": LlavaNextFamily,
     "llava_onevision": LlavaOnevisionFamily,
+    "mistral3": Mistral3Family,
     "qwen2_5_vl": Qwen25VLFamily,
     "qwen2_audio": Qwen2AudioFamily,
     "qwen3_vl": Qwen3VLFamily,
@@ -36,10 +38,24 @@ def family_of(config: Any) -> Family:
         raise RuntimeConfigError(
             f"model: cannot execute model_type {config.model_type!r}; expected one of {sorted(_FAMILIES)}. To add it, "
             "write a subclass of `Family` (entrain_opt/runtime/families/base.py) with `num_layers`, `place_encoder`, "
-            "`encoder_shape` and `encode`, and register it in entrain_opt/runtime/families/__init__.py; "
-            "CONTRIBUTING.md has the steps under 'Add a model family'."
+            "`encoder_shape` and `encode`, and register it in entrain_opt/runtime/families/__init__.py: see "
+            f"{FAMILY_GUIDE}."
         )
-    return _FAMILIES[config.model_type](config)
+    family = _FAMILIES[config.model_type]
+    encoder = family.encoder_configs[0] if family.encoder_configs else ""
+    _check_part(family, config, "text_config", family.text_types, "`embed`, `decode` and `logits`")
+    _check_part(family, config, encoder, family.encoder_types, "`place_encoder`, `encoder_shape` and `encode`")
+    return family(config)
+
+
+def _check_part(family: type[Family], config: Any, part: str, known: tuple[str, ...] | None, methods: str) -> None:
+    """Raise RuntimeConfigError for a part that would be executed as if it were another one."""
+    found = getattr(getattr(config, part, None), "model_type", None)
+    if known is not None and found not in known:
+        raise RuntimeConfigError(
+            f"model: {part}.model_type: {family.__name__} executes {sorted(known)}, found {found!r}. To add it, write "
+            f"{methods} for it in a subclass ({family.__module__.replace('.', '/')}.py): see {FAMILY_GUIDE}."
+        )
 
 
 def read_family(folder: str | Path) -> Family:

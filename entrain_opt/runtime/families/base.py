@@ -20,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.attention import PACKED_ATTENTION, register_packed_attention
 
 #: Positions of a parameter within its module, besides a layer index.
 INPUT, OUTPUT, UNUSED = "input", "output", "unused"
+
+#: Language models that the methods of `Family` run as their own model does.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 
 IntArray = NDArray[np.int64]
 #: [start, end) of rows that attend to each other in both directions.
@@ -54,7 +57,7 @@ class MediaUnit:
         segments: pictures, tiles or clips, which do not attend to each other.
         patches: what the encoder computes on, over all segments.
         features: rows that go to the language model.
-        shapes: what `MediaRule.image_shape` or `audio_shape` says of the item; empty unless the family
+        shapes: what `MediaRule.image_shape`, `audio_shape` or `video_shape` says of the item; empty unless the family
             `needs_shapes`.
     """
 
@@ -81,6 +84,14 @@ class Family(ABC):
     reads_text_everywhere: ClassVar[bool] = False
     #: Config names of the encoders and language model: `set_attn_implementation` takes them.
     encoder_configs: ClassVar[tuple[str, ...]] = ("vision_config",)
+    #: Whether `video_rows` is there.
+    executes_videos: ClassVar[bool] = False
+    #: Model types of the language model, and of the encoder, that the family executes; None where the config class
+    #: itself allows one only.
+    text_types: ClassVar[tuple[str, ...] | None] = None
+    encoder_types: ClassVar[tuple[str, ...] | None] = None
+    #: How encoders attend: `PACKED_ATTENTION` where several media lie in one row and `encode` gives their offsets.
+    encoder_attention: ClassVar[str] = "sdpa"
 
     def __init__(self, config: Any) -> None:
         """Take a config.
@@ -120,6 +131,23 @@ class Family(ABC):
             As `encoder_shape` says, or [F, feature width] after the last layer and the projector.
         """
 
+    def image_settings(self) -> dict[str, Any]:
+        """What the family's combined processor tells its image processor, whatever that one's own file says."""
+        return {}
+
+    def arrange(self, pixels: Tensor) -> Tensor:
+        """One image as its processor makes it -> rows that can stand behind those of other images."""
+        return pixels
+
+    def video_rows(self, frames: Sequence[Any], processor: Any) -> Tensor:
+        """What the encoder takes of a video; asked for only where the family `executes_videos`.
+
+        Args:
+            frames: RGB images of the size that the rule says, in order.
+            processor: the folder's image processor.
+        """
+        raise RuntimeConfigError(f"model: {type(self).__name__} executes no videos.")
+
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         """First dimension of what the reader makes of each item: its tiles, unless the family says otherwise."""
         return unit.segments
@@ -136,7 +164,7 @@ class Family(ABC):
         """The whole model on the current default device (meta, usually), attention set up for packed rows."""
         register_packed_attention()
         model = self.new_model()
-        encoders = dict.fromkeys(self.encoder_configs, "sdpa")
+        encoders = dict.fromkeys(self.encoder_configs, self.encoder_attention)
         model.set_attn_implementation({"text_config": PACKED_ATTENTION, **encoders})
         return model
 
@@ -151,9 +179,9 @@ class Family(ABC):
         place = self.place_encoder(parameter_name) or self._place_llm(parameter_name)
         if place is None:
             raise RuntimeConfigError(
-                f"model: parameter {parameter_name!r} has no place in any stage of {type(self).__name__}. Add it to "
-                f"`place_encoder` in {type(self).__module__.replace('.', '/')}.py, as CONTRIBUTING.md says under "
-                "'Add a model family'."
+                f"model: parameter {parameter_name!r} has no place in any stage of {type(self).__name__}. Say in its "
+                f"`place_encoder` ({type(self).__module__.replace('.', '/')}.py) which stage holds it, and compute it "
+                f"in `encode`: see {FAMILY_GUIDE}."
             )
         return place
 

@@ -20,6 +20,8 @@ class Gemma3Family(SquareTowerFamily):
     """`Gemma3ForConditionalGeneration`."""
 
     reads_text_everywhere = True
+    text_types = ("gemma3_text",)
+    encoder_types = ("siglip_vision_model",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

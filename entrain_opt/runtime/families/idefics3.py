@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from entrain_opt.runtime.families.base import MediaUnit
+from entrain_opt.runtime.families.base import LLAMA_LIKE, MediaUnit
 from entrain_opt.runtime.families.towers import SquareTowerFamily
 
 
 class Idefics3Family(SquareTowerFamily):
     """`Idefics3ForConditionalGeneration` and `SmolVLMForConditionalGeneration`, images only."""
 
+    text_types = LLAMA_LIKE
+    encoder_types = ("idefics3_vision", "smolvlm_vision")
     llm_name = "text_model"
     tower_name = "vision_model"
     projector_names = ("connector",)

@@ -8,11 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place
 
 
 class InternVLFamily(Family):
     """`InternVLForConditionalGeneration`, images only."""
+
+    text_types = LLAMA_LIKE
+    encoder_types = ("internvl_vision",)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -45,6 +48,9 @@ class InternVLFamily(Family):
         if rest.startswith("layernorm."):
             return Place("vision", OUTPUT if self.uses_norm else UNUSED, "vision_tower")
         return None
+
+    def image_settings(self) -> dict[str, Any]:
+        return {"crop_to_patches": True}
 
     def features(self, patches: int, segments: int, tokens: int) -> int:
         side = int((patches // segments - 1) ** 0.5)

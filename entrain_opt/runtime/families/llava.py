@@ -7,12 +7,15 @@ from typing import Any
 from torch import Tensor
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import MediaUnit
+from entrain_opt.runtime.families.base import LLAMA_LIKE, MediaUnit
 from entrain_opt.runtime.families.towers import SquareTowerFamily
 
 
 class LlavaFamily(SquareTowerFamily):
     """`LlavaForConditionalGeneration` with one feature layer."""
+
+    text_types = LLAMA_LIKE
+    encoder_types = ("clip_vision_model", "siglip_vision_model")
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -4,6 +4,9 @@ The images of a unit lie in one row of patches, in the order of their windows fr
 segments and rotary angles follow from the grids of the images, which every encoder stage knows; nothing but the row
 itself crosses a boundary.
 
+A video is a picture of several frames, two to a patch, whose positions follow its time, or in Qwen3-VL as many
+pictures, because times stand between them in the text.
+
 A sample's positions restart at zero; an image takes a grid of positions (frame, row, column), and what follows it
 starts after the longest side. Every language-model stage needs them.
 """
@@ -49,6 +52,16 @@ class NativeResolutionFamily(Family):
         older = name.replace(llm, "model.") if name.startswith(llm) else name.removeprefix("model.")
         return [name, older]
 
+    def video_rows(self, frames: Sequence[Any], processor: Any) -> Tensor:
+        """[P, values]: the image processor makes an image of `temporal` equal frames; here each gets its own."""
+        temporal: int = self.vision.temporal_patch_size
+        rows = processor(images=list(frames), do_resize=False, return_tensors="pt")["pixel_values"]
+        # One block of patches per frame; the last frame fills its group.
+        own = rows.view(len(frames), -1, self.vision.in_channels, temporal, self.vision.patch_size**2)[:, :, :, 0]
+        own = torch.cat([own, own[-1:].expand(-len(frames) % temporal, -1, -1, -1)])
+        groups = own.unflatten(0, (-1, temporal))  # [groups, temporal, patches of a frame, channels, pixels]
+        return groups.permute(0, 2, 3, 1, 4).reshape(-1, rows.shape[1])
+
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.patches), self.vision.hidden_size)
 
@@ -57,24 +70,35 @@ class NativeResolutionFamily(Family):
 
     def grids(self, unit: MediaUnit, device: torch.device) -> Tensor:
         """[items, 3] frames, rows and columns of patches."""
-        return torch.tensor(unit.shapes, dtype=torch.long, device=device)
+        return torch.tensor([shape[:3] for shape in unit.shapes], dtype=torch.long, device=device)
 
     def position_ids(self, num_tokens: int, media: Sequence[tuple[IntArray, tuple[int, ...]]]) -> IntArray:
         positions = np.empty((3, num_tokens), dtype=np.int64)
         row = position = 0
-        for rows, (frames, height, width) in media:
-            text = int(rows[0]) - row
-            positions[:, row : row + text] = np.arange(position, position + text)
-            position, row = position + text, int(rows[0])
-            sides = (frames, height // self.merge, width // self.merge)
-            positions[:, row : row + len(rows)] = np.indices(sides).reshape(3, -1) + position
-            position, row = position + max(sides[1:]), row + len(rows)
+        for rows, (frames, height, width, *nanoseconds) in media:
+            for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+                text = int(run[0]) - row
+                positions[:, row : row + text] = np.arange(position, position + text)
+                position, row = position + text, int(run[0])
+                sides = (frames * len(run) // len(rows), height // self.merge, width // self.merge)
+                grid = np.indices(sides)
+                if nanoseconds and sides[0] > 1:
+                    grid[0] = self._group_positions(sides[0], nanoseconds[0])[:, None, None]
+                positions[:, row : row + len(run)] = grid.reshape(3, -1) + position
+                position, row = position + max(sides[1:]), row + len(run)
         positions[:, row:] = np.arange(position, position + num_tokens - row)
         return positions
 
+    def _group_positions(self, groups: int, nanoseconds: int) -> IntArray:
+        """Positions of a video's groups of frames: time in units of the model, in the precision that it takes."""
+        step = np.float32(self.vision.tokens_per_second) * np.float32(nanoseconds / 1e9)
+        return (np.arange(groups, dtype=np.float32) * step).astype(np.int64)
+
 
 class Qwen25VLFamily(NativeResolutionFamily):
-    """`Qwen2_5_VLForConditionalGeneration`, images only."""
+    """`Qwen2_5_VLForConditionalGeneration`."""
+
+    executes_videos = True
 
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         from transformers.vision_utils import (

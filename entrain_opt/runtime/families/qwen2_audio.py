@@ -12,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, Family, MediaUnit, Place
 
 
 class Qwen2AudioFamily(Family):
     """`Qwen2AudioForConditionalGeneration`."""
 
     needs_shapes = True
+    text_types = LLAMA_LIKE
+    encoder_types = ("qwen2_audio_encoder",)
     encoder_configs = ("audio_config",)
 
     def __init__(self, config: Any) -> None:

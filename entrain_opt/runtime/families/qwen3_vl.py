@@ -22,7 +22,9 @@ from entrain_opt.runtime.families.qwen2_5_vl import NativeResolutionFamily
 
 
 class Qwen3VLFamily(NativeResolutionFamily):
-    """`Qwen3VLForConditionalGeneration`, images only."""
+    """`Qwen3VLForConditionalGeneration`."""
+
+    executes_videos = True
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -37,6 +39,9 @@ class Qwen3VLFamily(NativeResolutionFamily):
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         kept = sum(layer < end for layer in self.deep_layers)
         return (sum(unit.patches), self.vision.hidden_size * (1 + kept))
+
+    def features(self, patches: int, segments: int, tokens: int) -> int:
+        return patches // self.merge**2  # A video's other tokens are its times.
 
     def feature_width(self) -> int:
         return self.llm_width() * (1 + len(self.deep_layers))

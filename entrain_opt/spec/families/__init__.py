@@ -14,6 +14,7 @@ from entrain_opt.spec.families.gemma3 import read_gemma3
 from entrain_opt.spec.families.idefics3 import read_idefics3, read_smolvlm
 from entrain_opt.spec.families.internvl import read_internvl
 from entrain_opt.spec.families.llava import read_llava, read_llava_next, read_llava_onevision
+from entrain_opt.spec.families.mistral3 import read_mistral3
 from entrain_opt.spec.families.parts import Parts, asks_to_tie
 from entrain_opt.spec.families.qwen_audio import read_omni, read_qwen2_audio, read_thinker
 from entrain_opt.spec.families.qwen_vl import read_qwen2_5_vl, read_qwen3_vl, read_qwen3_vl_moe
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any], str], Parts]] = {
     "llava": read_llava,
     "llava_next": read_llava_next,
     "llava_onevision": read_llava_onevision,
+    "mistral3": read_mistral3,
     "qwen2_5_omni": read_omni,
     "qwen2_5_omni_thinker": read_thinker,
     "qwen2_5_vl": read_qwen2_5_vl,

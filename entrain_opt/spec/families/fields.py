@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from entrain_opt.errors import RuntimeConfigError
-
-GUIDE = 'Another one has to be added: see "Add a model family" in CONTRIBUTING.md.'
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 
 
 class Fields:
@@ -99,9 +97,17 @@ def part(config: Mapping[str, Any], name: str, where: str) -> dict[str, Any] | N
     return value
 
 
-def unknown(where: str, expected: Iterable[str], found: object) -> RuntimeConfigError:
-    """The error for a model type that nothing here knows."""
-    return RuntimeConfigError(f"{where}: expected one of {sorted(expected)}, found {found!r}. {GUIDE}")
+def unknown(
+    where: str,
+    expected: Iterable[str],
+    found: object,
+    *,
+    write: str = "its defaults and its formula of parameters in entrain_opt/spec/families/",
+) -> RuntimeConfigError:
+    """The error for a model type that nothing here knows; `write` is what somebody who adds it has to write."""
+    return RuntimeConfigError(
+        f"{where}: expected one of {sorted(expected)}, found {found!r}. To add it, write {write}: see {FAMILY_GUIDE}."
+    )
 
 
 def known_type(given: Mapping[str, Any], where: str, known: Iterable[str], *, default: str, fixed: bool = False) -> str:

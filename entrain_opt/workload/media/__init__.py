@@ -16,6 +16,7 @@ from entrain_opt.workload.media.audio import WhisperRule
 from entrain_opt.workload.media.families import media_rule
 from entrain_opt.workload.media.frames import FrameSampling
 from entrain_opt.workload.media.pan_and_scan import PanAndScanRule
+from entrain_opt.workload.media.patch_rows import PatchRowRule
 from entrain_opt.workload.media.rule import CombinedRule, Expansion, MediaRule, MediaSize
 from entrain_opt.workload.media.smart_resize import SmartResizeRule, SmartResizeVideoRule
 from entrain_opt.workload.media.splits import SplitRule, TimedFrameRule
@@ -32,6 +33,7 @@ __all__ = [
     "MediaRule",
     "MediaSize",
     "PanAndScanRule",
+    "PatchRowRule",
     "SmartResizeRule",
     "SmartResizeVideoRule",
     "SplitRule",

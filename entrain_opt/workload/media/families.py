@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.spec.folder import find_model_folder
 from entrain_opt.workload.media.audio import WhisperRule
 from entrain_opt.workload.media.folder import ModelFiles, setting
@@ -61,7 +61,7 @@ def whisper_rule(files: ModelFiles) -> WhisperRule:
     if encoder not in _POOLED:
         raise RuntimeConfigError(
             f"{files.folder}: audio_config.model_type: expected one of {sorted(_POOLED)}, found {encoder!r}. "
-            "A new rule goes into entrain_opt/workload/media/, as CONTRIBUTING.md says."
+            f"To add it, write a MediaRule in entrain_opt/workload/media/: see {FAMILY_GUIDE}."
         )
     positions = None
     if encoder != _OMNI_ENCODER:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.spec.folder import first_value, read_json
 from entrain_opt.workload.media.anyres import AnyResolutionRule
 from entrain_opt.workload.media.folder import ModelFiles, edges, setting, square, tower_side
 from entrain_opt.workload.media.pan_and_scan import PanAndScanRule
+from entrain_opt.workload.media.patch_rows import PatchRowRule
 from entrain_opt.workload.media.rule import MediaRule
 from entrain_opt.workload.media.smart_resize import SmartResizeRule
 from entrain_opt.workload.media.splits import SplitRule
@@ -63,10 +64,12 @@ def image_rule(files: ModelFiles, text: TextCounter) -> MediaRule:
             return _split_rule(files, settings, text)
         case "Gemma3ImageProcessor":
             return _pan_and_scan_rule(files, settings, text)
+        case "PixtralImageProcessor":
+            return _patch_row_rule(files, settings, text)
     raise RuntimeConfigError(
         f"{files.folder}: image_processor_type: expected that of CLIP, SigLIP, LLaVA, LLaVA-NeXT, LLaVA-OneVision, "
-        f"Qwen2-VL, Qwen3-VL, GotOcr2 (InternVL), Idefics3, SmolVLM or Gemma3, found {name!r}. "
-        "A new rule goes into entrain_opt/workload/media/, as CONTRIBUTING.md says."
+        f"Qwen2-VL, Qwen3-VL, GotOcr2 (InternVL), Idefics3, SmolVLM, Gemma3 or Pixtral, found {name!r}. "
+        f"To add it, write a MediaRule in entrain_opt/workload/media/: see {FAMILY_GUIDE}."
     )
 
 
@@ -231,6 +234,23 @@ def _pan_and_scan_rule(files: ModelFiles, settings: dict[str, Any], text: TextCo
         max_crops=crops if settings.get("do_pan_and_scan") else 0,
         min_crop_side=first_value(settings, "pan_and_scan_min_crop_size") or 256,
         min_ratio=first_value(settings, "pan_and_scan_min_ratio_to_activate") or 1.2,
+    )
+
+
+def _patch_row_rule(files: ModelFiles, settings: dict[str, Any], text: TextCounter) -> PatchRowRule:
+    patch_side = setting(files.vision, "patch_size", 16)
+    merge = setting(files.config, "spatial_merge_size", 2) if files.family == "mistral3" else 1
+    # The combined processor hands its own patch size to the image processor.
+    files.expect_equal("patch_size", setting(files.processor, "patch_size", patch_side), patch_side, "vision_config")
+    written = setting(files.processor, "spatial_merge_size", merge)
+    files.expect_equal("spatial_merge_size", written, merge, "config.json")
+    return PatchRowRule(
+        patch_side=patch_side,
+        merge=merge,
+        longest_edge=edges(settings, "size", {"longest_edge": 1024}, files.folder)["longest_edge"],
+        text=text,
+        row_break=files.processor.get("image_break_token") or "[IMG_BREAK]",
+        closing=files.processor.get("image_end_token") or "[IMG_END]",
     )
 
 

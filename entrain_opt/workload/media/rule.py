@@ -43,6 +43,14 @@ class MediaSize:
         return self.tokens - self.markers
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoFrames:
+    """Frames that a processor takes of a video: their indices, and (width, height) that they are resized to."""
+
+    indices: tuple[int, ...]
+    size: tuple[int, int]
+
+
 class MediaRule:
     """Sizes of the media items that one model takes; a rule of this class itself refuses all of them."""
 
@@ -100,6 +108,14 @@ class MediaRule:
         """What a model must know of a clip: nothing, here."""
         return ()
 
+    def video_shape(self, num_frames: int, width: int, height: int, fps: float | None = None) -> tuple[int, ...]:
+        """What a model must know of a video: nothing, here. Raises as `video` does."""
+        return ()
+
+    def video_frames(self, num_frames: int, width: int, height: int, fps: float | None = None) -> VideoFrames:
+        """Which frames a processor takes of a video, and their size. Raises as `video` does."""
+        raise self._refusal("a video")
+
     def image_expansion(self, width: int, height: int) -> Expansion:
         """What replaces the placeholder of a sample's only image. Raises as `image` does."""
         return (self.image(width, height).tokens,)
@@ -146,6 +162,12 @@ class CombinedRule(MediaRule):
 
     def audio_shape(self, seconds: float) -> tuple[int, ...]:
         return self._rule(self.audio_rule, "audio").audio_shape(seconds)
+
+    def video_shape(self, num_frames: int, width: int, height: int, fps: float | None = None) -> tuple[int, ...]:
+        return self._rule(self.video_rule, "a video").video_shape(num_frames, width, height, fps)
+
+    def video_frames(self, num_frames: int, width: int, height: int, fps: float | None = None) -> VideoFrames:
+        return self._rule(self.video_rule, "a video").video_frames(num_frames, width, height, fps)
 
     def image_expansion(self, width: int, height: int) -> Expansion:
         return self._rule(self.image_rule, "an image").image_expansion(width, height)

@@ -17,7 +17,14 @@ import numpy as np
 
 from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.media.frames import ASSUMED_FPS, FrameSampling, IntArray
-from entrain_opt.workload.media.rule import Expansion, MediaRule, MediaSize, check_sides, expansion_size
+from entrain_opt.workload.media.rule import (
+    Expansion,
+    MediaRule,
+    MediaSize,
+    VideoFrames,
+    check_sides,
+    expansion_size,
+)
 from entrain_opt.workload.media.text import TextCounter
 
 #: The processors' own guard.
@@ -101,6 +108,18 @@ class SmartResizeVideoRule(MediaRule):
             return MediaSize(patches=patches, segments=groups, tokens=patches // self.merge**2)
         pieces = self._expansion(indices, columns * rows // self.merge**2, fps)
         return expansion_size(pieces, self.timestamps, patches=patches, segments=groups)
+
+    def video_shape(self, num_frames: int, width: int, height: int, fps: float | None = None) -> tuple[int, ...]:
+        """(groups of frames, rows and columns of patches, nanoseconds from one group to the next)."""
+        frames = self.video_frames(num_frames, width, height, fps)
+        columns, rows = (side // self.patch_side for side in frames.size)
+        groups = math.ceil(len(frames.indices) / self.temporal)
+        rate = ASSUMED_FPS if fps is None else len(frames.indices) / num_frames * fps
+        return groups, rows, columns, round(1e9 * self.temporal / rate)
+
+    def video_frames(self, num_frames: int, width: int, height: int, fps: float | None = None) -> VideoFrames:
+        indices = self.sampling.indices(num_frames, fps)
+        return VideoFrames(indices=tuple(indices.tolist()), size=self.resized(len(indices), width, height))
 
     def video_expansion(self, num_frames: int, width: int, height: int, fps: float | None = None) -> Expansion:
         if self.timestamps is None:

@@ -1,8 +1,8 @@
 """How many tokens the text that a processor writes by itself becomes.
 
-With the folder's `tokenizer.json` the count is exact. A folder to plan with has none: then tags in angle brackets,
-words, single digits, runs of punctuation and runs of line breaks count as one token each, which is what the tokenizers
-of the supported families make of these texts.
+With the folder's `tokenizer.json` the count is exact. A folder to plan with has none: then tags in angle brackets or
+capitals in square ones, words, single digits, runs of punctuation and runs of line breaks count as one token each,
+which is what the tokenizers of the supported families make of these texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
 
-_PIECES = re.compile(r"</?\|?[A-Za-z][\w-]*\|?>|\s*\n+| ?[^\W\d_]+|\d| ?[^\w\s<]+| ?<|_|\s+")
+_PIECES = re.compile(r"</?\|?[A-Za-z][\w-]*\|?>|\[/?[A-Z_]+\]|\s*\n+| ?[^\W\d_]+|\d| ?[^\w\s<]+| ?<|_|\s+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

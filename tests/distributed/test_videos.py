@@ -1,0 +1,205 @@
+"""Videos of Qwen2.5-VL and Qwen3-VL: decoded frames, placeholders, loss and gradients are those of the plain model."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import make_plan, relative_error, run_pipeline
+from PIL import Image
+from test_tiny_folders import ReaderWithTable
+
+from entrain_opt.errors import WorkloadError
+from entrain_opt.runtime.families import read_family
+from entrain_opt.runtime.reader import ChatReader
+from entrain_opt.runtime.stages import build_rank_model
+from entrain_opt.workload.conversation import MediaItem
+from entrain_opt.workload.index import measure_dataset
+from entrain_opt.workload.video import read_frames, read_video_length
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from media_cases import video_module
+
+av = pytest.importorskip("av", reason="av is not installed: pip install '.[dev]'")
+torch.set_num_threads(1)
+TINY = Path(__file__).parents[2] / "models" / "tiny-qwen2_5-vl"
+VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+
+
+def write_clip(path, frames, rate, size):
+    """Frames in grey, each brighter than the one before, with a bar that moves."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"
+        stream.bit_rate = 4_000_000
+        for index in range(frames):
+            picture = np.full((size[1], size[0], 3), 20 + 200 * index // frames, dtype=np.uint8)
+            picture[:, 4 * index : 4 * index + 6] = (250, 40, 10)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+@pytest.fixture(params=["qwen2_5-vl", "qwen3-vl"])
+def folder(tmp_path, request):
+    """A tiny folder with a template that knows videos, and a video processor's settings."""
+    folder = tmp_path / "model"
+    shutil.copytree(TINY.parent / f"tiny-{request.param}", folder)
+    template = folder / "chat_template.jinja"
+    known = "if part['type'] == 'image' else"
+    text = template.read_text()
+    assert known in text
+    template.write_text(text.replace(known, f"{known} '{VIDEO}' if part['type'] == 'video' else"))
+    newer = request.param == "qwen3-vl"
+    # The budget is that of a frame in Qwen2.5-VL, that of the whole clip in Qwen3-VL.
+    settings = {
+        "video_processor_type": f"Qwen{2 + newer}VLVideoProcessor", "patch_size": 14 + 2 * newer, "merge_size": 2,
+        "temporal_patch_size": 2, "do_sample_frames": True, "fps": 2,
+        "size": {"shortest_edge": 4096, "longest_edge": 81920 if newer else 12544},
+    }  # fmt: skip
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """A video; none; a video and an image; two videos of other sizes and rates, one of an odd number of frames."""
+    clips = [
+        write_clip(tmp_path / "a.mp4", 16, 4, (120, 90)),
+        write_clip(tmp_path / "b.mp4", 13, 3, (64, 160)),
+        write_clip(tmp_path / "c.mp4", 4, 1, (56, 56)),
+    ]
+    Image.new("RGB", (100, 140), (10, 200, 90)).save(tmp_path / "i.png")
+    image = tmp_path / "i.png"
+    return [(clips[0],), (), (clips[1], image), (clips[2], clips[0]), (image,)]
+
+
+def open_reader(tmp_path, folder, samples):
+    lines = []
+    for index, media in enumerate(samples):
+        kinds = [{"type": "image" if path.suffix == ".png" else "video", "path": str(path)} for path in media]
+        content = [part for kind in kinds for part in (kind, {"type": "text", "text": "and"})]
+        content.append({"type": "text", "text": f"What happens in {index}?"})
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "It moves. " * (index + 1)}]
+        lines.append(json.dumps({"id": f"s{index}", "messages": messages}))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    table, bad = measure_dataset(tmp_path / "data.jsonl", folder, num_workers=0)
+    assert not bad
+    return ChatReader.open(tmp_path / "data.jsonl", table, folder, cache_dir=tmp_path / "cache"), table
+
+
+def plain_inputs(reader, row, media):
+    """What the plain model takes: times as its processor computes them from the file's own numbers."""
+    text = reader.text(row)
+    ids = torch.from_numpy(text.input_ids)[None]
+    tokens = reader.encoder.media_token_ids
+    inputs = {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == tokens["image"]).int() + 2 * (ids == tokens["video"]).int(),
+    }
+    for kind, names in (
+        ("image", ("pixel_values", "image_grid_thw")),
+        ("video", ("pixel_values_videos", "video_grid_thw")),
+    ):
+        items = [index for index, path in enumerate(media) if (path.suffix == ".mp4") == (kind == "video")]
+        if items:
+            grids = [reader.shapes(row)[index][:3] for index in items]
+            inputs |= {
+                names[0]: torch.cat([reader.pixels(row, index) for index in items]),
+                names[1]: torch.tensor(grids),
+            }
+    seconds = []
+    for path in media:
+        if path.suffix == ".mp4":
+            length = read_video_length(MediaItem(kind="video", path=path))
+            sampled = len(reader.rule.video_frames(length.num_frames, length.width, length.height, length.fps).indices)
+            seconds.append(2 / (sampled / length.num_frames * length.fps))
+    takes_seconds = reader.family.config.model_type == "qwen2_5_vl" and seconds
+    return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if takes_seconds else {})
+
+
+def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
+    reader, table = open_reader(tmp_path, folder, samples)
+    rows = list(range(len(samples)))
+    split = [("vision", (0, 3), 0), ("vision", (3, 6), 0), ("llm", (0, 2), 0), ("llm", (2, 4), 0)]
+    plan = make_plan(folder, split)
+    loss, gradients, *_ = run_pipeline(plan, ReaderWithTable(reader, table), rows)
+    model = read_family(folder).new_model()
+    model.load_state_dict(build_rank_model(folder, plan, 0, seed=7).model.state_dict())
+    expected, total = 0.0, int(table.label_tokens.sum())
+    for row in rows:
+        logits = model.eval()(**plain_inputs(reader, row, samples[row])).logits[0]
+        labels = torch.from_numpy(reader.text(row).label_ids)
+        share = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total
+        share.backward()
+        expected += share.item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    wanted = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+    assert set(wanted) <= set(gradients)
+    assert relative_error(gradients, wanted) < 1e-5
+
+
+def test_rows_and_placeholders_are_the_processors(tmp_path, folder, samples):
+    """The video processor's own layout of the same frames, and its count of placeholders."""
+    reader, table = open_reader(tmp_path, folder, samples)
+    newer = reader.family.config.model_type == "qwen3_vl"
+    module = video_module("qwen3_vl" if newer else "qwen2_vl")
+    processor = module.Qwen3VLVideoProcessor if newer else module.Qwen2VLVideoProcessor
+    for row, item in ((0, 0), (2, 0), (3, 0)):
+        media = MediaItem(kind="video", path=samples[row][item])
+        length = read_video_length(media)
+        chosen = reader.rule.video_frames(length.num_frames, length.width, length.height, length.fps)
+        frames = [frame.resize(chosen.size, 3) for frame in read_frames(media, chosen.indices)]
+        pixels = np.stack([np.asarray(frame, dtype=np.float32).transpose(2, 0, 1) / 255 for frame in frames])
+        clip = (torch.from_numpy(pixels)[None] - 0.5) / 0.5
+        rows, groups, height, width = processor.patchify(
+            None, clip, patch_size=reader.family.vision.patch_size, merge_size=2, temporal_patch_size=2
+        )
+        found = reader.pixels(row, item)
+        assert torch.allclose(found, rows[0], atol=1e-5)
+        assert reader.shapes(row)[item][:3] == (groups, height, width)
+        assert len(found) == table.media_patches[table.media_offsets[row] + item]
+        placeholders = reader.text(row).input_ids == reader.encoder.media_token_ids["video"]
+        if len(samples[row]) == 1:
+            assert placeholders.sum() == len(found) // 4
+
+
+def test_an_odd_number_of_frames_ends_with_its_last_one_twice(folder):
+    from transformers import AutoImageProcessor
+
+    family, images = read_family(folder), AutoImageProcessor.from_pretrained(folder)
+    side = family.vision.patch_size
+    frames = [Image.new("RGB", (4 * side, 2 * side), (40 * index, 10, 200)) for index in range(3)]
+    odd, even = family.video_rows(frames, images), family.video_rows([*frames, frames[-1]], images)
+    assert torch.equal(odd, even)
+    assert not torch.equal(odd[:8], odd[8:])
+    assert len(odd) == 2 * 2 * 4
+
+
+def test_families_that_execute_no_videos_say_so(tmp_path):
+    folder = TINY.parent / "tiny-llava-onevision"
+    template = (folder / "chat_template.jinja").read_text()
+    shutil.copytree(folder, tmp_path / "model")
+    known = "if part['type'] == 'image' else"
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        template.replace(known, f"{known} '<video>' if part['type'] == 'video' else")
+    )
+    clip = write_clip(tmp_path / "a.mp4", 4, 4, (64, 48))
+    reader, _ = open_reader(tmp_path, tmp_path / "model", [(clip,)])
+    with pytest.raises(WorkloadError, match=r"sample s0: .*a\.mp4: training on videos .* llava_onevision.*video_rows"):
+        reader.pixels(0, 0)
+
+
+def test_frames_are_those_asked_for(tmp_path):
+    clip = MediaItem(kind="video", path=write_clip(tmp_path / "a.mp4", 10, 5, (64, 48)))
+    frames = read_frames(clip, [7, 0, 7, 3])
+    brightness = [float(np.asarray(frame)[:, -8:].mean()) for frame in frames]
+    assert brightness == pytest.approx([20 + 200 * index // 10 for index in (7, 0, 7, 3)], abs=6)
+    with pytest.raises(WorkloadError, match=r"a\.mp4: expected a frame 10, found that the video ends before it"):
+        read_frames(clip, [2, 10])
+    (tmp_path / "b.mp4").write_text("no video")
+    with pytest.raises(WorkloadError, match=r"b\.mp4: not a usable video"):
+        read_frames(MediaItem(kind="video", path=tmp_path / "b.mp4"), [0])
