@@ -101,14 +101,56 @@ def has_safetensors(folder: Path) -> bool:
     return bool(_weight_files(folder))
 
 
-def load_safetensors(model: nn.Module, family: Family, folder: Path) -> None:
+def fill_weights(
+    model: nn.Module, removed: set[str], family: Family, folder: Path, *, seed: int | None, dtype: torch.dtype
+) -> None:
+    """Give a model on the meta device its weights: read where a folder has them, else drawn.
+
+    Args:
+        model: after `keep_only`.
+        removed: what `keep_only` returned.
+        family: of the model; says which parts have folders of their own.
+        folder: of the model.
+        seed: of the parts without safetensors; None refuses such parts.
+        dtype: of the parameters.
+
+    Raises:
+        RuntimeConfigError: a parameter is missing or has another shape, or there are neither weights nor a seed.
+    """
+    whole, homes = has_safetensors(folder), family.weight_folders(folder)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    drawn = set() if whole else {family.place(name).part for name in names} - homes.keys()
+    if drawn and seed is None:
+        raise RuntimeConfigError(
+            f"model: {folder} has no weights of {sorted(drawn)}. Save the model with its weights, or give a seed to "
+            "draw them from."
+        )
+    materialize(model, removed, seed=seed if drawn else None, dtype=dtype)
+    tie(model, family.tied())
+    if whole:
+        load_safetensors(model, family, folder)
+    for part, home in homes.items():
+        load_safetensors(model, family, home, part=part)
+
+
+def load_safetensors(model: nn.Module, family: Family, folder: Path, *, part: str | None = None) -> None:
     """Read this rank's parameters from the folder's safetensors.
+
+    Args:
+        model: with memory for its parameters.
+        family: knows the names on the disk.
+        folder: with safetensors.
+        part: read the parameters of this part only.
 
     Raises:
         RuntimeConfigError: a parameter is missing or has another shape.
     """
     files = _weight_files(folder)
-    wanted = {plain_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+    wanted = {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name) and part in (None, family.place(name).part)
+    }
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
         with torch.no_grad():
             wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))
