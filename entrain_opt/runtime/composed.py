@@ -16,5 +16,8 @@ def load_composed(folder: Path, *, seed: int | None, dtype: torch.dtype) -> Comp
     family = ComposedFamily(ComposedConfig.from_pretrained(folder))
     with torch.device("meta"):
         model: ComposedModel = family.new_model()
-    fill_weights(model, set(), family, folder, seed=seed, dtype=dtype)
+    constant = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    fill_weights(model, {}, family, folder, seed=seed, dtype=dtype)
+    for name in constant:  # Fixed position tables.
+        model.get_parameter(name).requires_grad_(False)
     return model.eval()

@@ -1,6 +1,6 @@
 """A composed model as one plain module: Transformers' own classes for the encoders and the language model.
 
-`config.json` is described in `entrain_opt/spec/families/composed.py`; the parts have the names by which they are frozen:
+`config.json` is described in `entrain_opt/spec/families/composed.py`; parts have the names by which they are frozen:
 
     vision_tower, audio_tower            a tower of Transformers (Qwen's merger inside it is its projector)
     vision_projector, audio_projector    `Projector`, for a tower that has none of its own
@@ -33,7 +33,7 @@ MODEL_TYPE = "entrain_composed"
 SQUARE_TOWERS = ("clip_vision_model", "siglip_vision_model")
 NATIVE_TOWERS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
 AUDIO_TOWERS = ("qwen2_audio_encoder", "whisper")
-LANGUAGE_MODELS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 #: Parts whose weights may lie in a folder of their own, by the names by which they are frozen.
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 
