@@ -1,21 +1,37 @@
 """Composed models with one and two encoders: loss and gradients equal the plain model's, in one process and several."""
 
 import json
+import wave
 from functools import lru_cache
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import make_plan, relative_error, run_pipeline
 from composed_models import AUDIO_ONLY, CONFIGS, IMAGES_ONLY, ROWS, TEXT_ONLY, ComposedReader
 from ranks import run_ranks
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    Qwen2_5_VLForConditionalGeneration,
+    WhisperForConditionalGeneration,
+)
 
+from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.composed import load_composed
 from entrain_opt.runtime.families import UNUSED, read_family
 from entrain_opt.runtime.families.composed_model import ComposedModel
+from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.spec import ModelSpec
+from entrain_opt.workload.images import open_image
+from entrain_opt.workload.index import measure_dataset
 
+ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-5
 ONE, TWO = "qwen2_5-llama", "qwen2_5-whisper-llama"
 
@@ -176,3 +192,100 @@ def assert_equal_states(found, expected):
     states = found.state_dict(), expected.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], value) for name, value in states[1].items())
+
+
+def test_parts_come_from_folders_of_their_own(tmp_path):
+    """A tower out of Qwen2.5-VL, an encoder out of Whisper and a Llama; the projectors are drawn."""
+    from transformers import AutoConfig, Qwen2_5_VLConfig
+
+    parts = CONFIGS[TWO]
+    torch.manual_seed(1)
+    vision = {**parts["vision_config"], "out_hidden_size": 24}
+    text = {**CONFIGS["qwen2_5-llama"]["text_config"], "hidden_size": 24, "model_type": "qwen2_5_vl_text"}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}
+    qwen = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text))
+    whisper = AutoConfig.for_model(**parts["audio_config"], decoder_layers=1, decoder_attention_heads=2)
+    whisper = WhisperForConditionalGeneration(whisper)
+    llama = LlamaForCausalLM(AutoConfig.for_model(**parts["text_config"]))
+    for name, model in (("qwen", qwen), ("whisper", whisper), ("llama", llama)):
+        model.save_pretrained(tmp_path / name)
+    # Qwen's own merger has another width, so it is not asked for.
+    weights = {"vision_tower": "../qwen", "audio_tower": str(tmp_path / "whisper"), "language_model": "../llama"}
+    folder = write_composed(tmp_path, TWO, weights=weights)
+    found = build_rank_model(folder, whole_plan(folder), 0, seed=7).model
+    drawn = load_composed(write_composed(tmp_path / "drawn", TWO), seed=7, dtype=torch.float32)
+    assert_equal_states(found.language_model, llama)
+    assert_equal_states(found.audio_tower, whisper.model.encoder)
+    blocks = qwen.model.visual
+    assert_equal_states(found.vision_tower.blocks, blocks.blocks)
+    assert_equal_states(found.vision_tower.patch_embed, blocks.patch_embed)
+    assert_equal_states(found.vision_tower.merger, drawn.vision_tower.merger)
+    assert_equal_states(found.audio_projector, drawn.audio_projector)
+    with pytest.raises(RuntimeConfigError, match=r"has no weights of \['projector'\]"):
+        ComposedModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": {"model_type": "mixtral"}}, r"text_config.model_type: .*'llama'.* found 'mixtral'. To add"),
+        ({"vision_config": {"model_type": "internvl_vision"}}, r"vision_config.model_type: .* found 'internvl_vision'"),
+        ({"audio_config": {"model_type": "qwen2_5_omni_audio_encoder"}}, r"audio_config.*CONTRIBUTING.md"),
+        ({"weights": {"vision": "x"}}, r"weights: expected names from \['vision_tower'.* found 'vision'"),
+        ({"weights": {"vision_tower": "nowhere"}}, r"weights.vision_tower: expected a folder .* found 'nowhere'"),
+        ({"weights": {"vision_tower": "."}}, r"lacks \d+ parameters, the first is 'vision_tower"),
+        ({"audio_token_id": None}, r"audio_token_id: expected .*0 to 66\), found None"),
+        ({"image_token_id": 67}, r"image_token_id: expected .*, found 67"),
+    ],
+)
+def test_what_cannot_be_executed_is_named(changes, message, tmp_path):
+    folder = write_composed(tmp_path, TWO, **changes)
+    with pytest.raises(RuntimeConfigError, match=message):
+        load_composed(folder, seed=0, dtype=torch.float32)
+
+
+class ReaderWithTable:
+    """A reader as `run_pipeline` takes it."""
+
+    def __init__(self, reader, table):
+        self.pixels, self.shapes, self.text = reader.pixels, reader.shapes, reader.text
+        self.table = lambda: table
+
+
+def test_tiny_folder_with_its_own_processors(tmp_path):
+    """The shipped mixed data through the folder's processors, cut, against the plain model on what they make."""
+    folder = ROOT / "models" / "tiny-compose-qwen2_5-vit-whisper-llama"
+    data = ROOT / "recipes" / "data" / "mixed" / "train.jsonl"
+    table, bad = measure_dataset(data, folder)
+    assert not bad
+    reader = ChatReader.open(data, table, folder, cache_dir=tmp_path)
+    kinds = [
+        set(table.media_kind[table.media_offsets[row] : table.media_offsets[row + 1]]) for row in range(len(table))
+    ]
+    rows = [kinds.index(wanted) for wanted in (set(), {0}, {1}, {0, 1})]
+    rows += [row for row in range(len(table)) if kinds[row] == {0, 1} and row not in rows][:2]
+    plan = plan_of(folder, "vision 0 2 0, vision 2 6 0, audio 0 3 0, audio 3 6 0, llm 0 1 0, llm 1 4 0")
+    loss, *_ = run_pipeline(plan, ReaderWithTable(reader, table), rows, training=False)
+    model = load_composed(folder, seed=7, dtype=torch.float32)
+    images, audio = AutoImageProcessor.from_pretrained(folder), AutoFeatureExtractor.from_pretrained(folder)
+    expected = 0.0
+    for row in rows:
+        text, media = reader.text(row), reader.dataset[reader.dataset.row_of(str(table.sample_ids[row]))].media
+        inputs = {}
+        if pictures := [open_image(item) for item in media if item.kind == "image"]:
+            inputs |= images(images=pictures, return_tensors="pt")
+        if clips := [read_wave(item.path) for item in media if item.kind == "audio"]:
+            made = audio(
+                clips, sampling_rate=8000, padding="max_length", return_attention_mask=True, return_tensors="pt"
+            )
+            inputs |= {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
+        with torch.no_grad():
+            logits = model(input_ids=torch.from_numpy(text.input_ids)[None], **inputs).logits[0]
+        labels = torch.from_numpy(text.label_ids)
+        expected += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+    assert loss == pytest.approx(expected / int(table.label_tokens[rows].sum()), rel=TOLERANCE)
+
+
+def read_wave(path):
+    with wave.open(str(path)) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2") / 32768

@@ -26,7 +26,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.configuration_utils import SubConfigSpec
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.spec.families.fields import GUIDE
 from entrain_opt.spec.folder import find_model_folder
 
 MODEL_TYPE = "entrain_composed"
@@ -67,6 +66,7 @@ class ComposedConfig(PreTrainedConfig):
 
     def check(self) -> None:
         """Raise RuntimeConfigError for a part that cannot be executed, or weights of a part that does not exist."""
+        text: Any = self.text_config
         kinds = (("vision_config", (*SQUARE_TOWERS, *NATIVE_TOWERS)), ("audio_config", AUDIO_TOWERS))
         if self.vision_config is None and self.audio_config is None:
             raise RuntimeConfigError("model: expected vision_config or audio_config, found neither.")
@@ -74,8 +74,17 @@ class ComposedConfig(PreTrainedConfig):
             part: Any = getattr(self, name)
             if part is not None and part.model_type not in known:
                 raise RuntimeConfigError(
-                    f"model: {name}.model_type: a composed model can be executed with one of {sorted(known)}, found "
-                    f"{part.model_type!r}. {GUIDE}"
+                    f"model: {name}.model_type: composed models are executed with one of {sorted(known)}, found "
+                    f"{part.model_type!r}. To add a tower, write its family and list it in `_TOWERS` of "
+                    "entrain_opt/runtime/families/composed.py and in composed_model.py beside it; a language model "
+                    'needs the latter only. CONTRIBUTING.md has the steps under "Add a model family".'
+                )
+        for kind, encoder in (("image", self.vision_config), ("audio", self.audio_config)):
+            token, vocabulary = getattr(self, f"{kind}_token_id"), text.vocab_size
+            if encoder is not None and not (isinstance(token, int) and 0 <= token < vocabulary):
+                raise RuntimeConfigError(
+                    f"model: {kind}_token_id: expected the placeholder's row of the embedding (0 to {vocabulary - 1}), "
+                    f"found {token!r}."
                 )
         for part_name in self.weights or {}:
             if part_name not in PARTS:
