@@ -23,7 +23,7 @@ def fit(folder, recipe, *arguments):
 
 
 def write_run(folder):
-    """The shipped recipe with the encoders on different ranks, with fewer steps, beside a copy of its model and data."""
+    """The shipped recipe, shorter, with the encoders on different ranks, beside a copy of its model and data."""
     recipe = yaml.safe_load((ROOT / "recipes" / f"{NAME}.yaml").read_text())
     shutil.copytree(ROOT / "models" / NAME, folder / "model")
     (folder / "data").symlink_to(ROOT / "recipes" / "data")
