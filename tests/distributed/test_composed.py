@@ -120,6 +120,7 @@ SPLITS = {
         (TWO, "vision 0 4 0, audio 0 3 0, llm 0 4 1", ROWS, {}),  # merged
         (TWO, "vision 0 4 0, audio 0 3 1, llm 0 4 1", ROWS, {"schedule": "eager"}),
         (TWO, "vision 0 4 0, audio 0 3 0, llm 0 4 1", IMAGES_ONLY, {"frozen": ("vision_tower",)}),
+        (TWO, "vision 0 4 0, audio 0 3 0, llm 0 4 0", ROWS, {"data": 2}),
         ("siglip-qwen2_audio-mistral", "vision 0 4 0, audio 0 4 0, llm 0 4 1", ROWS, {"schedule": "zero_bubble"}),
     ],
     3: [
