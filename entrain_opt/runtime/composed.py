@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
+from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families.composed import ComposedFamily
 from entrain_opt.runtime.families.composed_model import ComposedConfig, ComposedModel
-from entrain_opt.runtime.weights import fill_weights
+from entrain_opt.runtime.weights import load_safetensors, materialize, tie, weight_homes
 
 
 def load_composed(folder: Path, *, seed: int | None, dtype: torch.dtype) -> ComposedModel:
@@ -17,7 +18,16 @@ def load_composed(folder: Path, *, seed: int | None, dtype: torch.dtype) -> Comp
     with torch.device("meta"):
         model: ComposedModel = family.new_model()
     constant = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    fill_weights(model, {}, family, folder, seed=seed, dtype=dtype)
+    homes, drawn = weight_homes(model, family, folder)
+    if drawn and seed is None:
+        raise RuntimeConfigError(
+            f"model: {folder} has no weights of {sorted(drawn)}. Save the model with its weights, or give a seed to "
+            "draw them from."
+        )
+    materialize(model, {}, seed=seed if drawn else None, dtype=dtype)
+    tie(model, family.tied())
+    for part, home in homes:
+        load_safetensors(model, family, home, part=part)
     for name in constant:  # Fixed position tables.
         model.get_parameter(name).requires_grad_(False)
     return model.eval()

@@ -112,42 +112,19 @@ def has_safetensors(folder: Path) -> bool:
     return bool(_weight_files(folder))
 
 
-def fill_weights(
-    model: nn.Module,
-    removed: Mapping[str, nn.Parameter],
-    family: Family,
-    folder: Path,
-    *,
-    seed: int | None,
-    dtype: torch.dtype,
-) -> None:
-    """Give a model on the meta device its weights: read where a folder has them, else drawn.
+def weight_homes(model: nn.Module, family: Family, folder: Path) -> tuple[list[tuple[str | None, Path]], set[str]]:
+    """Where a model's weights are read from, and which parts have to be drawn.
 
-    Args:
-        model: after `keep_only`.
-        removed: what `keep_only` returned.
-        family: of the model; says which parts have folders of their own.
-        folder: of the model.
-        seed: of the parts without safetensors; None refuses such parts.
-        dtype: of the parameters.
-
-    Raises:
-        RuntimeConfigError: a parameter is missing or has another shape, or there are neither weights nor a seed.
+    Returns:
+        (part, folder with its safetensors) in the order of reading, None for all parts; and the parts that no folder
+        holds.
     """
-    whole, homes = has_safetensors(folder), family.weight_folders(folder)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    drawn = set() if whole else {family.place(name).part for name in names} - homes.keys()
-    if drawn and seed is None:
-        raise RuntimeConfigError(
-            f"model: {folder} has no weights of {sorted(drawn)}. Save the model with its weights, or give a seed to "
-            "draw them from."
-        )
-    materialize(model, removed, seed=seed if drawn else None, dtype=dtype)
-    tie(model, family.tied())
-    if whole:
-        load_safetensors(model, family, folder)
-    for part, home in homes.items():
-        load_safetensors(model, family, home, part=part)
+    elsewhere = family.weight_folders(folder)
+    homes: list[tuple[str | None, Path]] = [*elsewhere.items()]
+    if has_safetensors(folder):
+        return [(None, folder), *homes], set()
+    parts = {family.place(name).part for name, _ in model.named_parameters(remove_duplicate=False)}
+    return homes, parts - elsewhere.keys()
 
 
 def load_safetensors(model: nn.Module, family: Family, folder: Path, *, part: str | None = None) -> None:
