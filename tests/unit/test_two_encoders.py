@@ -8,8 +8,10 @@ from planner_cases import make_model, make_plan, make_samples
 
 from entrain_opt import BatchCosts, PipelineShape, assign_microbatches, simulate
 from entrain_opt.cost import CostModel
-from entrain_opt.errors import WorkloadError
+from entrain_opt.errors import PlanError, WorkloadError
 from entrain_opt.planner import PlanOptions, solve_plan
+from entrain_opt.planner.demand import estimate_demand
+from entrain_opt.planner.limits import with_memory_caps
 from entrain_opt.spec import ClusterSpec
 from entrain_opt.workload.samples import MEDIA_KINDS
 
@@ -123,3 +125,23 @@ def test_the_planner_takes_the_faster_of_parallel_and_merged(llm_layers, faster)
     else:
         assert ranks["vision"] == ranks["audio"] == {0}
     assert simulated_seconds(costs, chosen, samples) <= seconds[faster] * 1.0001
+
+
+def test_caps_count_a_samples_media_of_both_encoders():
+    """The assigner counts patches of all encoders against the cap, so the planner must not promise less."""
+    costs, samples = costs_of(two_encoders(llm_layers=4)), mixed_samples(seed=3)
+    plan = make_plan([*PARALLEL, ("llm", 0, 4, 2)])
+    demand = estimate_demand(samples, costs, BATCH)
+    most = samples.sum_media(samples.media_patches).max()
+    alone = max(samples.sum_media(samples.media_patches * (samples.media_kind == kind)).max() for kind in (0, 1))
+    assert alone < most
+    found = set()
+    for mib in range(100, 1000, 10):
+        try:
+            capped = with_memory_caps(plan, costs, demand, mib * 2**20)
+        except PlanError:
+            found.add("refused")
+        else:
+            assert capped.patches_in_flight >= most
+            found.add("capped")
+    assert found == {"refused", "capped"}
