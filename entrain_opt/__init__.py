@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from entrain_opt.lightning import EntrainStrategy, MultimodalDataModule, MultimodalModule
     from entrain_opt.plan import PipelineShape, Plan
     from entrain_opt.planner import solve_plan
+    from entrain_opt.runtime.families.composed_model import ComposedModel
     from entrain_opt.simulator import Timeline, simulate
     from entrain_opt.spec import ClusterSpec, ModelSpec
     from entrain_opt.workload import SampleTable
@@ -34,6 +35,7 @@ _HOMES = {
     "solve_plan": "planner",
     "assign_microbatches": "assigner",
     "BalancedBatchSampler": "assigner.sampler",
+    "ComposedModel": "runtime.families.composed_model",
     "EntrainStrategy": "lightning",
     "MultimodalModule": "lightning",
     "MultimodalDataModule": "lightning",
@@ -44,6 +46,7 @@ __all__ = [
     "BalancedBatchSampler",
     "BatchCosts",
     "ClusterSpec",
+    "ComposedModel",
     "CostModel",
     "EntrainStrategy",
     "ModelSpec",

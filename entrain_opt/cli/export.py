@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from entrain_opt.spec.folder import read_json
+
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add the `export` command to the subparsers of the main parser."""
@@ -30,6 +32,10 @@ def run(arguments: argparse.Namespace) -> int:
     from entrain_opt.runtime.checkpoint import export
 
     export(Path(arguments.checkpoint), Path(arguments.output))
+    is_composed = read_json(Path(arguments.output) / "config.json")["model_type"] == "entrain_composed"
+    loader = "entrain_opt.ComposedModel" if is_composed else "AutoModelForImageTextToText"
     print(f"Written to {arguments.output}. Load it with")
-    print(f"  AutoModelForImageTextToText.from_pretrained({arguments.output!r})")
+    print(f"  {loader}.from_pretrained({arguments.output!r})")
+    if is_composed:
+        print("or its parts, each a folder of its own, with Transformers.")
     return 0

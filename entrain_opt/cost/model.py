@@ -331,7 +331,9 @@ class CostModel:
         if first == 0 and trains:
             held += memory.input_activation_bytes(module, self.precision)
         if end == module.num_layers and not module.vocabulary_size:
-            ratio = float(samples.media_tokens.sum()) / max(float(samples.media_patches.sum()), 1.0)
+            mine = encoder_of_media(samples, self.model) == self.model.encoders.index(module)
+            patches = max(float(samples.media_patches[mine].sum()), 1.0)
+            ratio = float(samples.media_tokens[mine].sum()) / patches
             held += ratio * memory.output_activation_bytes(module, self.model.llm, self.precision)
         return held
 

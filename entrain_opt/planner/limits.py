@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from entrain_opt.cost import CostModel
-from entrain_opt.cost.features import module_features
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.demand import Demand
@@ -61,7 +60,6 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
             room = budget * need / total / per_unit if total else math.inf
             if room < caps.get(kind, (math.inf, -1))[0]:
                 caps[kind] = (room, index)
-    features = module_features(samples, costs.model)
     result: dict[str, int | None] = {}
     for kind, field in (("encoder", "patches_in_flight"), ("llm", "tokens_in_flight")):
         room, index = caps.get(kind, (math.inf, -1))
@@ -69,8 +67,8 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
             result[field] = None
             continue
         stage = plan.stages[index]
-        amounts = features[stage.module].tokens * features[stage.module].present
-        per_sample = amounts if kind == "llm" else samples.sum_media(amounts)
+        # The assigner counts a microbatch's patches of all encoders against the cap.
+        per_sample = samples.total_tokens if kind == "llm" else samples.sum_media(samples.media_patches)
         worst = int(np.argmax(per_sample))
         if per_sample[worst] > room:
             per_unit = costs.activation_bytes(stage, samples, degrees.tensor_of(stage.rank))

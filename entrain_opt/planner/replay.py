@@ -178,11 +178,13 @@ class Replayer:
         """[ranks] the layer that a stage with recompute holds whole while its largest microbatch runs backward."""
         held = np.zeros(plan.degrees.pipeline)
         tokens = np.bincount(assignment.llm_microbatch, weights=costs.tokens)
-        has_media = assignment.encoder_microbatch >= 0
-        patches = np.bincount(assignment.encoder_microbatch[has_media], weights=costs.patches[has_media])
+        amounts_of = {"llm": tokens}
+        for encoder, name in enumerate(plan.encoder_modules):
+            mine = (assignment.encoder_microbatch >= 0) & (costs.encoder_index == encoder)
+            amounts_of[name] = np.bincount(assignment.encoder_microbatch[mine], weights=costs.patches[mine])
         for stage in plan.stages:
             if stage.recompute:
-                amounts = tokens if stage.module == "llm" else patches
+                amounts = amounts_of[stage.module]
                 per_unit = self.costs.layer_bytes(stage, plan.degrees.tensor_of(stage.rank))
                 held[stage.rank] = max(held[stage.rank], per_unit * amounts.max(initial=0.0))
         return held

@@ -260,7 +260,7 @@ def export(path: Path, output: Path) -> None:
         model: Any = family.build()
     dtypes = {entry.properties.dtype for name, entry in stored.items() if name.startswith("model.")}
     dtype = max(dtypes, key=lambda one: one.itemsize)  # Masters are float32 beside frozen weights in bfloat16.
-    materialize(model, set(), seed=None, dtype=dtype)
+    materialize(model, {}, seed=None, dtype=dtype)
     tie(model, family.tied())
     with torch.no_grad():
         load_tensors(path, {f"model.{name}": p.data for name, p in model.named_parameters()})

@@ -88,7 +88,7 @@ class _Worker:
         self.config = config
         with torch.device("meta"):
             self.model = self.family.build()
-        materialize(self.model, set(), seed=0, dtype=torch.bfloat16 if self.precision == "bf16-true" else torch.float32)
+        materialize(self.model, {}, seed=0, dtype=torch.bfloat16 if self.precision == "bf16-true" else torch.float32)
         self.model.to(self.device)
         self.dtype = next(self.model.parameters()).dtype
 

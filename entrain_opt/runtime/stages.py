@@ -21,7 +21,7 @@ from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapt
 from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.recompute import layer_of, recompute_layers
 from entrain_opt.runtime.trained import check_frozen_layers, trains
-from entrain_opt.runtime.weights import has_safetensors, keep_only, load_safetensors, materialize, tie
+from entrain_opt.runtime.weights import keep_only, load_safetensors, materialize, tie, weight_homes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,11 +188,11 @@ def build_rank_model(
         if stage_of(family.place(name), plan) in stages:
             names |= {name, tied.get(name, name)}
     removed = keep_only(model, names)
-    with_weights = has_safetensors(folder)
-    materialize(model, removed, seed=None if with_weights else seed, dtype=dtype)
+    homes, drawn = weight_homes(model, family, folder)
+    materialize(model, removed, seed=seed if drawn else None, dtype=dtype)
     tie(model, tied)
-    if with_weights:
-        load_safetensors(model, family, folder)
+    for part, home in homes:
+        load_safetensors(model, family, home, part=part)
     draw_adapters(dict(model.named_parameters()), seed)
     adapted = () if lora is None else lora.parts
     for name, parameter in model.named_parameters():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,19 +25,17 @@ def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module_name), leaf
 
 
-def keep_only(model: nn.Module, names: set[str]) -> set[str]:
-    """Remove every parameter that is not named, and return the removed names.
+def keep_only(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
+    """Remove every parameter that is not named, and return the removed ones by name.
 
     Modules stay, so that the remaining names do not change.
     """
-    removed = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
-    for name in removed:
-        module, leaf = _parent(model, name)
-        setattr(module, leaf, None)
+    removed = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name not in names}
+    _put(model, dict.fromkeys(removed))
     return removed
 
 
-def materialize(model: nn.Module, removed: set[str], *, seed: int | None, dtype: torch.dtype) -> None:
+def materialize(model: nn.Module, removed: Mapping[str, nn.Parameter], *, seed: int | None, dtype: torch.dtype) -> None:
     """Give the remaining meta parameters and all buffers CPU memory and their initial values.
 
     Args:
@@ -60,31 +58,44 @@ def materialize(model: nn.Module, removed: set[str], *, seed: int | None, dtype:
         parameter.data = parameter.data.to(dtype)
 
 
-def _initialize(model: nn.Module, removed: set[str], seed: int | None) -> None:
-    """Apply the model's own initialisation, module by module, children first, each from its own generator."""
+def _initialize(model: nn.Module, removed: Mapping[str, nn.Parameter], seed: int | None) -> None:
+    """Apply the model's own initialisation, module by module, children first, each from its own generator.
+
+    A module may set parameters of its children too (Whisper's encoder does), of which other ranks hold some: those are
+    here again, without memory, while modules are initialised.
+    """
     from transformers import PreTrainedModel
 
-    incomplete = {""}
-    lost = {name.rpartition(".")[0] for name in removed}
-    for name in removed:
-        pieces = name.split(".")[:-1]
-        incomplete |= {".".join(pieces[:depth]) for depth in range(1, len(pieces) + 1)}
+    held = _ancestors([name for name, _ in model.named_parameters()])
+    absent = _ancestors(removed) - held
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
         for child_name, child in module.named_children():
             visit(child, f"{name}.{child_name}" if name else child_name, owner)
-        # A module whose own parameters are all here is initialised even if parts of it are on other ranks.
-        is_part = name in incomplete and (name in lost or not list(module.parameters(recurse=False)))
-        if is_part or (seed is None and not list(module.buffers(recurse=False))):
+        if name in absent or (seed is None and not list(module.buffers(recurse=False))):
             return
         drawn_as = plain_name(f"{name}.").removesuffix(".")
         torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{drawn_as}".encode()).digest()[:8], "little") >> 1)
         owner._init_weights(module)
 
     assert isinstance(model, PreTrainedModel)
+    _put(model, removed)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         visit(model, "", model)
+    _put(model, dict.fromkeys(removed))
+
+
+def _ancestors(names: Iterable[str]) -> set[str]:
+    """Names of all modules that hold a parameter, at any depth."""
+    pieces = [name.split(".")[:-1] for name in names]
+    return {".".join(path[:depth]) for path in pieces for depth in range(len(path) + 1)}
+
+
+def _put(model: nn.Module, parameters: Mapping[str, nn.Parameter | None]) -> None:
+    for name, parameter in parameters.items():
+        module, leaf = _parent(model, name)
+        setattr(module, leaf, parameter)
 
 
 def tie(model: nn.Module, tied: dict[str, str]) -> None:
@@ -101,14 +112,39 @@ def has_safetensors(folder: Path) -> bool:
     return bool(_weight_files(folder))
 
 
-def load_safetensors(model: nn.Module, family: Family, folder: Path) -> None:
+def weight_homes(model: nn.Module, family: Family, folder: Path) -> tuple[list[tuple[str | None, Path]], set[str]]:
+    """Where a model's weights are read from, and which parts have to be drawn.
+
+    Returns:
+        (part, folder with its safetensors) in the order of reading, None for all parts; and the parts that no folder
+        holds.
+    """
+    elsewhere = family.weight_folders(folder)
+    homes: list[tuple[str | None, Path]] = [*elsewhere.items()]
+    if has_safetensors(folder):
+        return [(None, folder), *homes], set()
+    parts = {family.place(name).part for name, _ in model.named_parameters(remove_duplicate=False)}
+    return homes, parts - elsewhere.keys()
+
+
+def load_safetensors(model: nn.Module, family: Family, folder: Path, *, part: str | None = None) -> None:
     """Read this rank's parameters from the folder's safetensors.
+
+    Args:
+        model: with memory for its parameters.
+        family: knows the names on the disk.
+        folder: with safetensors.
+        part: read the parameters of this part only.
 
     Raises:
         RuntimeConfigError: a parameter is missing or has another shape.
     """
     files = _weight_files(folder)
-    wanted = {plain_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+    wanted = {
+        plain_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if not is_adapter(name) and part in (None, family.place(name).part)
+    }
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
         with torch.no_grad():
             wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))

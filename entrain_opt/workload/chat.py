@@ -118,12 +118,14 @@ class ChatEncoder:
         Raises:
             RuntimeConfigError: no config, tokenizer or chat template.
         """
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedConfig
 
         folder = find_model_folder(model_folder)
         config = read_json(folder / "config.json")
+        # Transformers warns of a model type that it does not know; the tokenizer's own files say all there is.
+        plain = {"config": PreTrainedConfig()} if config.get("model_type") == "entrain_composed" else {}
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **plain)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise RuntimeConfigError(
                 f"{folder}: expected a tokenizer (tokenizer.json, tokenizer_config.json): {error}"

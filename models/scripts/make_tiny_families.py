@@ -52,9 +52,25 @@ def qwen_pixels(patch_side: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-#: Folder -> (placeholder as the template writes it, special tokens, config, files). `{name}` in a config stands for the
-#: id of that token.
-FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, Any]]]] = {
+WHISPER_FEATURES = {
+    "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 32, "chunk_length": 2, "hop_length": 80,
+    "n_fft": 256, "n_samples": 16000, "nb_max_frames": 200, "padding_side": "right", "padding_value": 0.0,
+    "return_attention_mask": True, "sampling_rate": 8000,
+}  # fmt: skip
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+AUDIO_TOKENS = ["<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]
+#: Qwen2.5-VL's tower and a Llama, as in the Entrain paper.
+QWEN_AND_LLAMA: dict[str, Any] = {
+    "model_type": "entrain_composed", "image_token_id": "{<|image_pad|>}", "vision_projector": {"kind": "own"},
+    "vision_config": qwen_vision(
+        14, model_type="qwen2_5_vl_vision", window_size=112, fullatt_block_indexes=[2, 5], tokens_per_second=2
+    ),
+    "text_config": text("llama", tie_word_embeddings=True),
+}  # fmt: skip
+
+#: Folder -> (placeholders as the template writes them, special tokens, config, files). `{name}` in a config stands for
+#: the id of that token.
+FAMILIES: dict[str, tuple[str | dict[str, str], list[str], dict[str, Any], dict[str, dict[str, Any]]]] = {
     "tiny-llava-next": (
         "<image>", ["<image>"],
         {
@@ -190,16 +206,33 @@ FAMILIES: dict[str, tuple[str, list[str], dict[str, Any], dict[str, dict[str, An
                 "encoder_attention_heads": 4, "num_mel_bins": 32, "max_source_positions": 100,
             },
         },
-        {"preprocessor_config": {
-            "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 32, "chunk_length": 2,
-            "hop_length": 80, "n_fft": 256, "n_samples": 16000, "nb_max_frames": 200, "padding_side": "right",
-            "padding_value": 0.0, "return_attention_mask": True, "sampling_rate": 8000,
-        }},
+        {"preprocessor_config": WHISPER_FEATURES},
+    ),
+    "tiny-compose-qwen2_5-vit-llama": (
+        {"image": "<|vision_start|><|image_pad|><|vision_end|>"}, VISION_TOKENS, QWEN_AND_LLAMA,
+        {"processor_config": {"image_processor": qwen_pixels(14)}},
+    ),
+    "tiny-compose-qwen2_5-vit-whisper-llama": (
+        {
+            "image": "<|vision_start|><|image_pad|><|vision_end|>",
+            "audio": "<|audio_start|><|audio_pad|><|audio_end|>",
+        },
+        [*VISION_TOKENS, *AUDIO_TOKENS],
+        {
+            **QWEN_AND_LLAMA, "audio_token_id": "{<|audio_pad|>}", "audio_projector": {"kind": "mlp", "stack": 4},
+            "audio_config": {
+                "model_type": "whisper", "d_model": 96, "encoder_ffn_dim": 192, "encoder_layers": 6,
+                "encoder_attention_heads": 4, "num_mel_bins": 32, "max_source_positions": 100,
+            },
+        },
+        {"processor_config": {"image_processor": qwen_pixels(14), "feature_extractor": WHISPER_FEATURES}},
     ),
 }  # fmt: skip
 
 
-def write_tokenizer(texts: list[str], output: Path, placeholder: str, media_tokens: list[str]) -> dict[str, int]:
+def write_tokenizer(
+    texts: list[str], output: Path, placeholder: str | dict[str, str], media_tokens: list[str]
+) -> dict[str, int]:
     """Train and write a tokenizer with its template; the ids of the special tokens are returned."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -223,10 +256,10 @@ def write_tokenizer(texts: list[str], output: Path, placeholder: str, media_toke
             "clean_up_tokenization_spaces": False, "model_max_length": 4096, "padding_side": "right",
         },
     )  # fmt: skip
-    kind = "audio" if "AUDIO" in placeholder else "image"
-    template = CHAT_TEMPLATE.replace(
-        "'<image>' if part['type'] == 'image'", f"'{placeholder}' if part['type'] == '{kind}'"
-    )
+    if isinstance(placeholder, str):
+        placeholder = {"audio" if "AUDIO" in placeholder else "image": placeholder}
+    choices = " else ".join(f"'{written}' if part['type'] == '{kind}'" for kind, written in placeholder.items())
+    template = CHAT_TEMPLATE.replace("'<image>' if part['type'] == 'image'", choices)
     (output / "chat_template.jinja").write_text(template, encoding="utf-8")
     return {token: tokenizer.token_to_id(token) for token in special}
 

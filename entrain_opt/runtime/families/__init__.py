@@ -7,6 +7,8 @@ from typing import Any
 
 from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span
+from entrain_opt.runtime.families.composed import ComposedFamily
+from entrain_opt.runtime.families.composed_model import MODEL_TYPE, register_composed
 from entrain_opt.runtime.families.gemma3 import Gemma3Family
 from entrain_opt.runtime.families.idefics3 import Idefics3Family
 from entrain_opt.runtime.families.internvl import InternVLFamily
@@ -18,6 +20,7 @@ from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
 from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
 
 _FAMILIES: dict[str, type[Family]] = {
+    MODEL_TYPE: ComposedFamily,
     "gemma3": Gemma3Family,
     "idefics3": Idefics3Family,
     "internvl": InternVLFamily,
@@ -69,6 +72,7 @@ def read_family(folder: str | Path) -> Family:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise RuntimeConfigError(f"model: no config.json in {folder}; expected a folder in Hugging Face format.")
+    register_composed()
     return family_of(AutoConfig.from_pretrained(folder))
 
 

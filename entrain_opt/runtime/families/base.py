@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -209,6 +210,10 @@ class Family(ABC):
             older = f"{self.llm_name}.model.{name.removeprefix(llm)}"
         with_model = ["vision_tower.vision_model." + name.removeprefix(tower)] if name.startswith(tower) else []
         return [name, older, *with_model]
+
+    def weight_folders(self, folder: Path) -> dict[str, Path]:
+        """{part: folder of its weights} of the parts whose weights do not lie in the model folder itself."""
+        return {}
 
     def tied(self) -> dict[str, str]:
         """Parameters that are the same tensor as another one: {name: owner}."""

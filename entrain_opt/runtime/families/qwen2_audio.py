@@ -71,5 +71,8 @@ class Qwen2AudioFamily(Family):
         if end < self.audio.encoder_layers:
             return hidden
         pooled = tower.layer_norm(tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2))
-        projected = inner.multi_modal_projector(pooled)
-        return torch.cat([clip[:tokens] for clip, tokens in zip(projected, unit.features, strict=True)])
+        return self.of_clips(inner.multi_modal_projector(pooled), unit)
+
+    def of_clips(self, rows: Tensor, unit: MediaUnit) -> Tensor:
+        """[clips, rows of the whole window, W] -> [F, W], without those of the padding."""
+        return torch.cat([clip[:tokens] for clip, tokens in zip(rows, unit.features, strict=True)])

@@ -14,6 +14,15 @@ The `*_config` are those of Transformers; at least one encoder has to be there. 
 with `bias` (true) and, for the last two, `stack`: how many neighbouring patches are joined into one token (1), and for
 `mlp` the inner `hidden_size` (the language model's width). Features are the encoder's last, behind its last norm where
 it has one (CLIP has none for patches). The class token, if any, is dropped before stacking.
+
+To train it, the config needs `image_token_id` and `audio_token_id`, rows of the embedding that the chat template's
+placeholders have. Towers that are executed: CLIP, SigLIP, Qwen2.5-VL's, Qwen3-VL's, Whisper's, Qwen2-Audio's; language
+models: Llama, Mistral, Qwen2, Qwen3. The others are planned for only. Weights of parts lie in folders of their own:
+
+    "weights": {"vision_tower": "../Qwen2.5-VL-3B-Instruct", "language_model": "../Llama-3.2-1B"}
+
+from `vision_tower`, `audio_tower`, `projector` (also Qwen's merger) and `language_model`, each a path relative to the
+model folder or a cached hub id; a part that is not named is drawn from the seed.
 """
 
 from __future__ import annotations
