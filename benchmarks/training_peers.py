@@ -199,8 +199,7 @@ class FirstStage(nn.Module):
         hidden = inner.language_model.embed_tokens(ids)
         tiles = self.tiles[tuple(ids.flatten().tolist())]
         if tiles is not None:
-            tower = inner.vision_tower(pixel_values=tiles).last_hidden_state
-            features = inner.multi_modal_projector(tower).flatten(0, 1)
+            features = torch.cat(inner.get_image_features(pixel_values=tiles, return_dict=True).pooler_output)
             where = (ids == self.model.config.image_token_id).unsqueeze(-1).expand_as(hidden)
             hidden = hidden.masked_scatter(where, features)
         return _layers(inner.language_model, hidden, 0, self.num_layers)

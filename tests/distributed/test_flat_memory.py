@@ -3,6 +3,7 @@
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 from cases import MIXED_TILES, SPLITS, SyntheticReader, make_plan, write_model
 
@@ -15,7 +16,7 @@ from entrain_opt.runtime.p2p import make_groups
 from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.spec import ClusterSpec, ModelSpec
 
-WARM_UP, STEPS = 60, 200
+WARM_UP, STEPS = 40, 120
 
 
 def resident_kib():
@@ -24,8 +25,18 @@ def resident_kib():
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
 
 
+@pytest.fixture
+def one_thread():
+    """Threads of such small products would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_memory_after_the_warm_up_is_that_of_the_last_step(tmp_path):
-    """Not one tensor is kept; a tenth of every batch's pixels would be more than the bound."""
+    """Not one tensor is kept; a fifth of every batch's pixels would be more than the bound."""
     plan = make_plan(write_model(tmp_path / "plain"), SPLITS[1], num_microbatches=2)
     model = build_rank_model(plan.model, plan, 0, seed=3)
     reader = SyntheticReader(MIXED_TILES * 4)
@@ -35,9 +46,9 @@ def test_memory_after_the_warm_up_is_that_of_the_last_step(tmp_path):
         cost_model=CostModel(ModelSpec.from_pretrained(plan.model), ClusterSpec(device="cpu")),
         replica=0, pipeline_rank=0,
     )  # fmt: skip
-    sampler = GlobalBatchSampler(len(samples), 10, seed=0, shuffle=True)
+    sampler = GlobalBatchSampler(len(samples), 4, seed=0, shuffle=True)
     runner = IterationRunner(model, make_groups(plan))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     loader = AheadLoader(GlobalBatchDataset(builder), batch_size=None, sampler=sampler, num_workers=0)
     found = []
     step = 0
@@ -52,8 +63,8 @@ def test_memory_after_the_warm_up_is_that_of_the_last_step(tmp_path):
             if step in (WARM_UP, STEPS):
                 del batch
                 gc.collect()
-                found.append((resident_kib(), sum(torch.is_tensor(thing) for thing in gc.get_objects())))
+                found.append((resident_kib(), sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())))
     (first, tensors), (last, tensors_later) = found
     # The batch that is being made ahead may hold a few tensors more or less.
     assert abs(tensors_later - tensors) < 60
-    assert last - first < 4096
+    assert last - first < 2048
