@@ -1,4 +1,4 @@
-"""Host memory over many steps: `python benchmarks/loader_memory.py [--steps 2000] [--workers 2] [--no-training]`.
+"""Host memory over many steps: `python benchmarks/loader_memory.py [--steps 2000] [--workers N] [--no-training]`.
 
 Reads global batches of the shipped physics data as a rank that holds the whole model does (assign, schedule, decode,
 tokenize) with the loader of real runs, one batch ahead, and trains a model of a few layers on them. Prints the memory

@@ -10,8 +10,8 @@ that moves causes one.
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
@@ -32,6 +32,29 @@ def check_interval(steps: int) -> None:
         raise RuntimeConfigError(f"drift_check_steps: expected a whole number of at least 0, found {steps!r}.")
 
 
+class _Look(Thread):
+    """One look in the background; the process does not wait for it at its exit."""
+
+    def __init__(self, watch: DriftWatch) -> None:
+        super().__init__(name="drift", daemon=True)
+        self._watch = watch
+        self._drift: Drift | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._drift = self._watch.look()
+        except BaseException as error:  # Raised where the result is asked for.
+            self._error = error
+
+    def result(self) -> Drift | None:
+        """What was found, once the thread has ended."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._drift
+
+
 class DriftWarning(Callback):
     """Looks for drift every so many steps, on the first rank.
 
@@ -43,8 +66,7 @@ class DriftWarning(Callback):
     def __init__(self, strategy: EntrainStrategy, every: int) -> None:
         self._strategy, self._every = strategy, every
         self._watch: DriftWatch | None = None
-        self._pool: ThreadPoolExecutor | None = None
-        self._look: Future[Drift | None] | None = None
+        self._look: _Look | None = None
         self._steps = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -52,32 +74,24 @@ class DriftWarning(Callback):
             return
         found = self._strategy.resolution
         self._watch = DriftWatch(found.plan, found.samples, found.costs, self._strategy.options)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="drift")
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: RankBatch, batch_idx: int
     ) -> None:
-        if self._watch is None or self._pool is None:
+        if self._watch is None:
             return
         self._watch.note(batch.rows)
         self._steps += 1
-        if self._look is not None and self._look.done():
+        if self._look is not None and not self._look.is_alive():
             self._say(trainer)
         if self._look is None and self._steps % self._every == 0:
-            self._look = self._pool.submit(self._watch.look)
+            self._look = _Look(self._watch)
+            self._look.start()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._look is not None:
             self._say(trainer)
-        self._close()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        self._pool = self._watch = self._look = None
+        self._watch = None
 
     def _say(self, trainer: pl.Trainer) -> None:
         """Wait for the look's result, if need be, and warn if there is one."""

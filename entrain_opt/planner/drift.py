@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,19 +98,22 @@ class DriftWatch:
         self.plan, self.costs, self.options, self.tolerance = plan, costs, options, tolerance
         self._samples = samples
         self._recent: deque[NDArray[np.int64]] = deque()
+        self._lock = Lock()
         self._names = [module.name for module in costs.model.modules]
         self._judged: FloatArray | None = None
         self.planned_shares = self._planned_shares()
 
     def note(self, rows: NDArray[np.int64]) -> None:
         """A global batch has run; `rows` are its samples."""
-        self._recent.append(rows)
-        while len(self._recent) > 1 and sum(map(len, self._recent)) - len(self._recent[0]) >= NEWEST:
-            self._recent.popleft()
+        with self._lock:
+            self._recent.append(rows)
+            while len(self._recent) > 1 and sum(map(len, self._recent)) - len(self._recent[0]) >= NEWEST:
+                self._recent.popleft()
 
     def look(self) -> Drift | None:
         """A better plan, if the newest samples have moved and there is one."""
-        recent = list(self._recent)
+        with self._lock:
+            recent = list(self._recent)
         if not recent:
             return None
         rows = _some(np.concatenate(recent), NEWEST)

@@ -7,6 +7,8 @@ measured and the predicted timeline lie over each other in one file.
 Ranks of one machine share a clock. Clocks of several machines are laid over each other at the instant at which the
 first rank of each had agreed on the step with all others; the error is the time of one small message.
 
+Spans are of the host: on a GPU a computation ends for it when its kernels are queued, so gaps and waits there say less.
+
 Price: nothing while no log hangs there; a list append per action where one does.
 """
 
