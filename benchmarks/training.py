@@ -6,9 +6,15 @@
     python benchmarks/training.py replicas                    # (d) against DistributedDataParallel
 
 Every round draws one global batch and runs it once under each side, in turn, so that a machine whose speed drifts
-disturbs all alike. Printed are medians over the rounds, ratios of the same round (median, least to most), what the
-simulator said, and the share of ideal: computing seconds over ranks times wall. The machine's load (1-minute mean,
-before and after) stands beside each table: with other work running, wall clocks of real compute say little.
+disturbs all alike; rounds end before `--budget-seconds` are over. Printed are medians over the rounds, ratios of the
+same round (median, least to most), what the simulator said, and the share of ideal: computing seconds over ranks times
+wall. The machine's load (1-minute mean, before and after) stands beside each table.
+
+With other work running, wall clocks of real compute say little. So a second table counts processor seconds: for our
+side, every action of the schedule takes those that it had, the actions are played through in their order and with their
+dependencies, and what a rank's processor did besides is added (*unloaded*: the wall clock of a machine that does
+nothing else, as far as processor seconds are the same there). Replicas without a pipeline are as slow as the rank that
+needs the most. There is no such number for a peer's pipeline, whose waits only the wall clock shows.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +38,7 @@ from entrain_opt.errors import ScheduleError
 from entrain_opt.lightning.emulation import scale_for
 from entrain_opt.planner import solve_plan
 from entrain_opt.planner.options import PlanOptions
+from entrain_opt.schedule.replay import replay
 from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.index import load_index
 
@@ -64,13 +72,32 @@ def spread(values, digits=3):
     return f"{statistics.median(values):.{digits}f} ({values[0]:.{digits}f} to {values[-1]:.{digits}f})"
 
 
+def unloaded(plan, costs, assignment, timed):
+    """Wall seconds of one iteration of ours on a machine that does nothing else, and the share of ideal in them."""
+    timeline = simulate(costs, assignment, plan.pipeline_shape, schedule=plan.schedule)
+    ends, depth = [], plan.degrees.pipeline
+    for replica, run in enumerate(timeline.runs):
+        of_ranks = timed.action_seconds[replica * depth : (replica + 1) * depth]
+        seconds = {action: value for rank in of_ranks for action, value in rank.items()}
+        durations = [0.0] * (3 * run.graph.num_slots)
+        for order in run.orders:
+            for operation in order:
+                split = operation - run.graph.num_slots in run.split
+                durations[operation] = seconds[run.graph.action(operation, split=split)]
+        played = replay(run.graph, run.orders, durations, run.seconds.transfer.tolist()).makespan_seconds
+        busy = timed.busy_seconds[replica * depth : (replica + 1) * depth]
+        ends.append(played + max(b - sum(rank.values()) for b, rank in zip(busy, of_ranks, strict=True)))
+    computed = sum(sum(rank.values()) for rank in timed.action_seconds)
+    return max(ends), computed / (len(timed.action_seconds) * max(ends))
+
+
 def print_sides(results, *, baseline, simulated=None):
     """A line per side: `results[side]` has one `Timed` per round, `simulated[side]` one number per round."""
-    head = f"{'side':<28} {'s, median':>9} {'over ' + baseline:>24} {'share of ideal':>14}"
+    head = f"{'wall clock':<24} {'s, median':>9} {'gain over ' + baseline:>24} {'share of ideal':>14}"
     print(head + (f" {'simulated':>9} {'wall / simulated':>24}" if simulated else ""))
     for side, rounds in results.items():
         ratios = [b.wall_seconds / r.wall_seconds for b, r in zip(results[baseline], rounds, strict=True)]
-        line = f"{side:<28} {statistics.median(r.wall_seconds for r in rounds):>9.3f} {spread(ratios):>24} "
+        line = f"{side:<24} {statistics.median(r.wall_seconds for r in rounds):>9.3f} {spread(ratios):>24} "
         line += f"{statistics.median(r.share_of_ideal for r in rounds):>14.1%}"
         if simulated:
             over = [r.wall_seconds / s for r, s in zip(rounds, simulated[side], strict=True)]
@@ -78,15 +105,44 @@ def print_sides(results, *, baseline, simulated=None):
         print(line, flush=True)
 
 
+def print_processor(results, alone, *, baseline, simulated=None):
+    """The same by processor seconds: `alone[side]` has the unloaded seconds and share of ideal of each round."""
+    head = f"{'processor':<24} {'all ranks':>9} {'unloaded':>9} {'gain over ' + baseline:>24} {'share of ideal':>22}"
+    print(head + (f" {'unloaded / simulated':>24}" if simulated else ""))
+    for side, rounds in results.items():
+        line = f"{side:<24} {statistics.median(sum(r.busy_seconds) for r in rounds):>9.3f} "
+        if side in alone:
+            seconds, shares = zip(*alone[side], strict=True)
+            line += f"{statistics.median(seconds):>9.3f} "
+            gains = "-"
+            if baseline in alone:
+                gains = spread([b / mine for (b, _), mine in zip(alone[baseline], seconds, strict=True)])
+            line += f"{gains:>24} {spread(shares):>22}"
+            if simulated:
+                line += f" {spread([s / t for s, t in zip(seconds, simulated[side], strict=True)]):>24}"
+        print(line, flush=True)
+
+
+def within_budget(rounds, arguments):
+    """The rounds, until another one would probably end after the budget; at least two (the first may warm up)."""
+    started = time.monotonic()
+    for number, one in enumerate(rounds):
+        spent = time.monotonic() - started
+        if number > 1 and spent * (number + 1) / number > arguments.budget_seconds:
+            print(f"stopped after {number} rounds: the budget of {arguments.budget_seconds:.0f} s is used up")
+            return
+        yield one
+
+
 def compute(arguments):
     """(a) Policies on the quickstart's model and data; costs are measured anew in every round."""
     from entrain_opt.runtime.measure import measure_costs
 
     recipe, setting = quickstart(arguments)
-    before, plan, results, simulated = load(), None, {}, {}
+    before, plan, results, simulated, alone = load(), None, {}, {}, {}
     ranks = None
     try:
-        for rows in setting.rounds(arguments.rounds, arguments.seed):
+        for rows in within_budget(setting.rounds(arguments.rounds, arguments.seed), arguments):
             measured = measure_costs(recipe.model_folder, num_processes_busy=recipe.devices_per_node)
             costs = CostModel(setting.model, setting.cluster, measured=measured)
             if ranks is None:
@@ -104,20 +160,24 @@ def compute(arguments):
                 first_costs = costs
                 ranks.run("in_order", rows)  # Warms up.
             for policy in POLICIES:
-                results.setdefault(policy, []).append(ranks.run(policy, rows))
+                timed = ranks.run(policy, rows)
+                results.setdefault(policy, []).append(timed)
                 batch = setting.samples.take(np.array(rows))
                 assignment = assignment_of(plan, first_costs.batch_costs(batch, plan), policy)
-                seconds = simulated_seconds(plan, costs.batch_costs(batch, plan), assignment, with_step=False)
+                now = costs.batch_costs(batch, plan)
+                seconds = simulated_seconds(plan, now, assignment, with_step=False)
                 simulated.setdefault(policy, []).append(seconds)
+                alone.setdefault(policy, []).append(unloaded(plan, now, assignment, timed))
     finally:
         if ranks is not None:
             ranks.__exit__()
     print(
         f"(a) real compute: {recipe.model_folder}, {plan.degrees.world_size} processes of one thread, {plan.schedule}, "
-        f"{setting.batch_size} samples in {plan.num_microbatches} microbatches, {arguments.rounds} rounds; "
+        f"{setting.batch_size} samples in {plan.num_microbatches} microbatches, {len(results['auto'])} rounds; "
         f"load {before} to {load()}"
     )
     print_sides(results, baseline="in_order", simulated=simulated)
+    print_processor(results, alone, baseline="in_order", simulated=simulated)
     losses = {policy: rounds[0].loss for policy, rounds in results.items()}
     print(f"loss of the first batch: {losses}")
 
@@ -217,22 +277,33 @@ def against(arguments, peer, sides, degrees):
         "dataset": recipe.dataset,
     }
     size = max(1, arguments.batch_size // plan.degrees.data // arguments.microbatches)
-    results, before = {}, load()
+    results, alone, before = {}, {}, load()
     with Ranks(2) as ours, Ranks(2, peer) as theirs:
         ours.begin(Case(**common))
         theirs.begin(PeerCase(**common, microbatch_size=size))
-        for number, rows in enumerate(setting.rounds(arguments.rounds + 1, arguments.seed)):
+        rounds = within_budget(setting.rounds(arguments.rounds + 1, arguments.seed), arguments)
+        for number, rows in enumerate(rounds):
+            batch_costs = costs.batch_costs(setting.samples.take(np.array(rows)), plan)
             for side in (*sides, "ours, in_order", "ours, auto"):
                 policy = side.removeprefix("ours, ")
                 timed = theirs.run(side, rows) if policy == side else ours.run(policy, rows)
-                if number:  # The first round warms up.
-                    results.setdefault(side, []).append(timed)
+                if not number:  # The first round warms up.
+                    continue
+                results.setdefault(side, []).append(timed)
+                if policy != side:
+                    assignment = assignment_of(plan, batch_costs, policy)
+                    alone.setdefault(side, []).append(unloaded(plan, batch_costs, assignment, timed))
+                elif plan.degrees.pipeline == 1:
+                    slowest = max(timed.busy_seconds)
+                    share = statistics.mean(timed.busy_seconds) / slowest
+                    alone.setdefault(side, []).append((slowest, share))
     letter = "c" if plan.degrees.pipeline > 1 else "d"
     print(
         f"({letter}) real compute: {recipe.model_folder}, two processes of one thread, {arguments.batch_size} samples, "
-        f"padded microbatches of {size}, {arguments.rounds} rounds; load {before} to {load()}"
+        f"padded microbatches of {size}, {len(results[sides[0]])} rounds; load {before} to {load()}"
     )
     print_sides(results, baseline=sides[0])
+    print_processor(results, alone, baseline=sides[0])
     print(f"loss of the first batch: { {side: round(rounds[0].loss, 6) for side, rounds in results.items()} }")
 
 
@@ -270,13 +341,14 @@ def main():
         ("compute", compute, 16, 8),
         ("emulated", emulated, 128, 32),
         ("pipelining", pipelining, 16, 8),
-        ("replicas", replicas, 16, 4),
+        ("replicas", replicas, 8, 2),
     ):
         command = commands.add_parser(name, help=function.__doc__)
         command.add_argument("--rounds", type=int, default=3)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--batch-size", type=int, default=batch_size, help="samples of a global batch")
         command.add_argument("--microbatches", type=int, default=microbatches)
+        command.add_argument("--budget-seconds", type=float, default=240.0, help="no new round begins beyond it")
         command.add_argument("--recipe", default="recipes/quickstart.yaml")
         command.set_defaults(run=function)
         if name == "emulated":

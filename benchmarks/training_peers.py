@@ -45,6 +45,9 @@ class PeerCase:
 class Peer:
     """Reads samples and builds the plain model with our initial weights."""
 
+    #: Whether the first step with new shapes costs what later ones do not, and is left out.
+    agrees_on_shapes = False
+
     def __init__(self, case: PeerCase) -> None:
         from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -66,7 +69,6 @@ class Peer:
             AutoConfig.from_pretrained(case.model_folder), attn_implementation="sdpa"
         )
         self.model.load_state_dict(weights)
-        self.ready = {}
 
     def padded(self, rows, length=None):
         """(ids, mask, labels), each [samples, length], and the tiles of all images of these samples (or None)."""
@@ -84,21 +86,22 @@ class Peer:
     def label_tokens(self, rows) -> int:
         return int(self.case.samples.label_tokens[list(rows)].sum())
 
-    def run(self, side: str, rows: tuple[int, ...]) -> tuple[float, float, float]:
-        """Wall seconds, CPU seconds over wall seconds, loss of the global batch."""
-        if (side, rows) not in self.ready:
-            self.ready = {(side, rows): self.prepare(side, rows)}
-            self.step(self.ready[side, rows])  # Shapes are agreed on, memory is mapped.
+    def run(self, side: str, rows: tuple[int, ...]) -> tuple[float, float, float, dict]:
+        """Wall and processor seconds, loss of the global batch; no seconds of actions."""
+        prepared = self.prepare(side, rows)
+        if self.agrees_on_shapes:
+            self.step(prepared)
+        # Every side makes its gradients anew, as ours does.
         self.model.zero_grad()
         dist.barrier()
         started, cpu = time.perf_counter(), time.process_time()
-        loss = self.step(self.ready[side, rows])
+        loss = self.step(prepared)
         computed = time.process_time() - cpu
         dist.barrier()
         wall = time.perf_counter() - started
         total = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(total)
-        return wall, computed / wall, float(total)
+        return wall, computed, float(total), {}
 
 
 class DdpPeer(Peer):
@@ -148,6 +151,8 @@ class DdpPeer(Peer):
 class PipeliningPeer(Peer):
     """`Schedule1F1B` over two stages: tower, projector and first layers; other layers and head."""
 
+    agrees_on_shapes = True
+
     def prepare(self, side, rows):
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -194,8 +199,7 @@ class FirstStage(nn.Module):
         hidden = inner.language_model.embed_tokens(ids)
         tiles = self.tiles[tuple(ids.flatten().tolist())]
         if tiles is not None:
-            tower = inner.vision_tower(pixel_values=tiles).last_hidden_state
-            features = inner.multi_modal_projector(tower).flatten(0, 1)
+            features = torch.cat(inner.get_image_features(pixel_values=tiles, return_dict=True).pooler_output)
             where = (ids == self.model.config.image_token_id).unsqueeze(-1).expand_as(hidden)
             hidden = hidden.masked_scatter(where, features)
         return _layers(inner.language_model, hidden, 0, self.num_layers)

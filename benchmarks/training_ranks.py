@@ -2,7 +2,8 @@
 
 Every rank makes its part of a global batch for each policy with the real builder, and runs it with the real iteration
 runner: computing, or waiting for predicted times (emulated). An iteration is timed between two barriers, from the first
-check that ranks agree to the last reduction, on the slowest rank. Assigning and reading data happen before.
+check that ranks agree to the last reduction, on the slowest rank. Assigning and reading data happen before. Processor
+seconds are counted per rank, and per action of the schedule, since they hardly depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -22,9 +22,12 @@ from entrain_opt.lightning.iteration import IterationRunner
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.batches import RankBatchBuilder
 from entrain_opt.runtime.emulation import EmulatedExecutor, StandInModel
+from entrain_opt.runtime.executor import PipelineExecutor
+from entrain_opt.runtime.gradients import GradientReducer
 from entrain_opt.runtime.p2p import make_groups
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.runtime.stages import build_rank_model, tied_stages
+from entrain_opt.schedule.actions import Backward, BackwardInput, BackwardWeight, Forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +56,44 @@ class Timed:
 
     Attributes:
         wall_seconds: between barriers.
-        share_of_ideal: CPU seconds of the mean rank over the wall time; where emulated, seconds in waits for compute.
+        busy_seconds: per rank, of the processor; where emulated, in waits for compute.
         loss: of the global batch; 0 where emulated.
+        action_seconds: per rank, processor seconds of every forward and backward; empty for peers and where emulated.
     """
 
     wall_seconds: float
-    share_of_ideal: float
+    busy_seconds: tuple[float, ...]
     loss: float
+    action_seconds: tuple[dict, ...] = ()
+
+    @property
+    def share_of_ideal(self) -> float:
+        """Busy seconds over ranks times wall."""
+        return sum(self.busy_seconds) / len(self.busy_seconds) / self.wall_seconds
+
+
+class TimedExecutor(PipelineExecutor):
+    """Notes the processor seconds of each action."""
+
+    seconds: dict
+
+    def _forward(self, unit, *arguments):
+        return self._note(Forward(*unit), super()._forward, unit, *arguments)
+
+    def _backward(self, unit, *arguments):
+        return self._note(Backward(*unit), super()._backward, unit, *arguments)
+
+    def _backward_input(self, unit, *arguments):
+        return self._note(BackwardInput(*unit), super()._backward_input, unit, *arguments)
+
+    def _backward_weight(self, unit, *arguments):
+        return self._note(BackwardWeight(*unit), super()._backward_weight, unit, *arguments)
+
+    def _note(self, action, function, *arguments):
+        started = time.thread_time()
+        result = function(*arguments)
+        self.seconds[action] = time.thread_time() - started
+        return result
 
 
 class Worker:
@@ -74,14 +108,15 @@ class Worker:
         if case.scale is None:
             model = build_rank_model(case.model_folder, plan, self.groups.pipeline_rank, seed=0)
             self.reader = ChatReader.open(case.dataset, case.samples, case.model_folder)
+            executor = TimedExecutor(model, self.groups, GradientReducer(model, self.groups))
         else:
             model = StandInModel(plan, plan.pipeline_shape.stages_of_rank(self.groups.pipeline_rank))
             executor = EmulatedExecutor(model, self.groups, scale=case.scale)
         self.runner = IterationRunner(model, self.groups, executor=executor)
         self.batches = {}
 
-    def run(self, policy: str, rows: tuple[int, ...]) -> tuple[float, float, float]:
-        """Wall seconds, the share of them in which this rank computed, loss."""
+    def run(self, policy: str, rows: tuple[int, ...]) -> tuple[float, float, float, dict]:
+        """Wall and busy seconds, loss, processor seconds of every action."""
         if (policy, rows) not in self.batches:
             self.batches[policy, rows] = RankBatchBuilder(
                 samples=self.case.samples,
@@ -92,6 +127,7 @@ class Worker:
                 replica=self.groups.replica,
                 pipeline_rank=self.groups.pipeline_rank,
             ).build(rows)
+        self.runner.executor.seconds = seconds = {}
         dist.barrier()
         started, cpu = time.perf_counter(), time.process_time()
         metrics = self.runner.train(self.batches[policy, rows])
@@ -100,7 +136,7 @@ class Worker:
         wall = time.perf_counter() - started
         if self.case.scale is not None:
             computed = (1 - metrics.bubble_share) * metrics.iteration_seconds  # Waiting takes no CPU.
-        return wall, computed / wall, float(metrics.loss)
+        return wall, computed, float(metrics.loss), seconds
 
 
 class Ranks:
@@ -134,19 +170,19 @@ class Ranks:
 
     def run(self, *arguments) -> Timed:
         """One trial on all ranks."""
-        walls, shares, losses = np.array(self._ask(("run", arguments))).T
-        return Timed(wall_seconds=walls.max(), share_of_ideal=shares.mean(), loss=losses[0])
+        walls, busy, losses, seconds = zip(*self._ask(("run", arguments)), strict=True)
+        return Timed(wall_seconds=max(walls), busy_seconds=busy, loss=losses[0], action_seconds=seconds)
 
     def _ask(self, question):
         for queue in self._asked:
             queue.put(question)
-        answers = []
+        answers = {}
         while len(answers) < len(self._asked):
-            error, answer = self._answers.get(timeout=1200)
+            rank, error, answer = self._answers.get(timeout=1200)
             if error:
                 raise SystemExit(error)
-            answers.append(answer)
-        return answers
+            answers[rank] = answer
+        return [answers[rank] for rank in range(len(self._asked))]
 
     def __exit__(self, *_) -> None:
         for queue in self._asked:
@@ -167,10 +203,10 @@ def _serve(rank, num_ranks, port, worker, asked, answers):
             what, content = question
             if what == "begin":
                 mine = worker(content)
-                answers.put((None, None))
+                answers.put((rank, None, None))
             else:
-                answers.put((None, mine.run(*content)))
+                answers.put((rank, None, mine.run(*content)))
         dist.destroy_process_group()
     except BaseException:
-        answers.put((f"rank {rank} failed:\n{traceback.format_exc()}", None))
+        answers.put((rank, f"rank {rank} failed:\n{traceback.format_exc()}", None))
         raise

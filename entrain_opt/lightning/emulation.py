@@ -15,6 +15,7 @@ from entrain_opt.assignment import BatchCosts
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees, Plan
 from entrain_opt.runtime.rank_work import CostSource
+from entrain_opt.spec.model import ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: The stage with the shortest forwards has one of this many seconds on average, unless a scale is given.
@@ -68,6 +69,10 @@ class WholePlanCosts:
 
     costs: CostSource
     whole: Plan
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.costs.model
 
     def batch_costs(self, samples: SampleTable, plan: Plan) -> BatchCosts:
         # A plan with more replicas than samples would be refused: its batch belongs to its degrees.

@@ -10,6 +10,7 @@ from pytorch_lightning.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from entrain_opt.cost.analytic import peak_flops_per_second
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.iteration import StepMetrics
 from entrain_opt.lightning.strategy import EntrainStrategy
@@ -132,7 +133,9 @@ class MultimodalModule(pl.LightningModule):
             assert self.rank_model is not None
             self.rank_model.dropout_key.step = self.global_step
         metrics = runner.train(batch)
-        values = step_values(metrics, batch, scale=1.0 if rehearsal is None else rehearsal.scale)
+        values = step_values(
+            metrics, batch, scale=1.0 if rehearsal is None else rehearsal.scale, peak_flops_per_second=self._peak
+        )
         batch_size = len(batch.sample_ids)
         if rehearsal is not None:
             # There is no loss, and no number may pass for one of a real run.
@@ -151,6 +154,15 @@ class MultimodalModule(pl.LightningModule):
         self.log_dict(values, batch_size=batch_size)
         return metrics.loss
 
+    @property
+    def _peak(self) -> float | None:
+        """Of all devices; the catalogue's rate of a CPU is nominal, so a share of it would say nothing."""
+        strategy = self.entrain
+        costs = strategy.resolution.costs
+        device = costs.cluster.device_spec
+        num_devices = strategy.plan.degrees.data * strategy.resolution.plan.degrees.replica_size
+        return None if device.name == "cpu" else num_devices * peak_flops_per_second(device, costs.precision)
+
     def validation_step(self, batch: RankBatch, batch_idx: int) -> Tensor:
         loss = self.entrain.runner.evaluate(batch)
         # Weighted by label tokens, so that the epoch's value does not depend on how it was cut into batches.
@@ -168,13 +180,16 @@ class MultimodalModule(pl.LightningModule):
             self.entrain.runner.clip(float(gradient_clip_val))
 
 
-def step_values(metrics: StepMetrics, batch: RankBatch, *, scale: float = 1.0) -> dict[str, float]:
+def step_values(
+    metrics: StepMetrics, batch: RankBatch, *, scale: float = 1.0, peak_flops_per_second: float | None = None
+) -> dict[str, float]:
     """What is logged of every step, by name; equal on every rank.
 
     Args:
         metrics: of the step.
         batch: of any rank.
         scale: wall seconds per second that is logged; not 1 in an emulated run.
+        peak_flops_per_second: of all devices together; None logs no utilization.
     """
     step_seconds = metrics.step_seconds / scale
     values = {
@@ -189,4 +204,6 @@ def step_values(metrics: StepMetrics, batch: RankBatch, *, scale: float = 1.0) -
         "deferred_samples": float(metrics.deferred_samples),
         "assigner_milliseconds": 1e3 * metrics.assigner_seconds,
     }
+    if peak_flops_per_second is not None:
+        values["model_flops_utilization"] = batch.model_flops / (step_seconds * peak_flops_per_second)
     return values | {f"bubble_share_rank_{i}": share for i, share in enumerate(metrics.bubble_share_of_rank)}

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from entrain_opt.cost import MeasuredCosts
+from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
-from entrain_opt.spec.cluster import ClusterSpec
 from entrain_opt.spec.model import ModelSpec
-from entrain_opt.workload.samples import SampleTable
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -79,18 +77,19 @@ def check_executable(plan: Plan) -> None:
         )
 
 
-def load_samples(
-    strategy: EntrainStrategy, trainer: pl.Trainer, module: Any
-) -> tuple[SampleTable, ModelSpec, ClusterSpec]:
-    """What a rank that did not solve needs to know of the run."""
+def resolution_of(
+    strategy: EntrainStrategy, trainer: pl.Trainer, module: Any, plan: Plan, measured: MeasuredCosts | None
+) -> Resolution:
+    """What the first rank resolved, on another rank: same plan and costs, own view of the table."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     check_parts(module, data, emulated=strategy.emulate is not None)
     samples = sizes.load_samples(
         data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
-    options = strategy.options
-    cluster = options.cluster(*strategy.planned_nodes)
-    return samples, ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen), cluster
+    cluster = strategy.options.cluster(*strategy.planned_nodes)
+    model = ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen)
+    costs = CostModel(model, cluster, measured=measured, precision=strategy.options.precision)
+    return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
 
 
 def _measurement(strategy: EntrainStrategy, module: Any) -> Callable[[], MeasuredCosts]:

@@ -17,15 +17,15 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from torch import Tensor
 from torch.optim import Optimizer
 
-from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.errors import EntrainError, RuntimeConfigError
 from entrain_opt.lightning.emulation import Emulation, Rehearsal, rehearse
 from entrain_opt.lightning.failures import FailureBoard, PeerFailure
 from entrain_opt.lightning.flags import check_loader, check_trainer
 from entrain_opt.lightning.iteration import IterationRunner
+from entrain_opt.lightning.own_callbacks import add_callbacks, check_options
 from entrain_opt.lightning.precision import plugin_of_stages
-from entrain_opt.lightning.preemption import Preempted, PreemptionGuard
-from entrain_opt.lightning.resolution import load_samples, resolve_run
+from entrain_opt.lightning.preemption import Preempted
+from entrain_opt.lightning.resolution import resolution_of, resolve_run
 from entrain_opt.plan import Plan, to_plain
 from entrain_opt.planner.options import PlanOptions, device_options
 from entrain_opt.planner.resolve import Resolution
@@ -69,6 +69,9 @@ class EntrainStrategy(DDPStrategy):
         timeout_seconds: of a message between ranks; the run ends when one takes longer.
         watchdog_seconds: a wait for another rank of this length is reported, with what it waits for.
         async_checkpoints: write checkpoints in the background, from a copy in host memory.
+        trace_steps: steps of which a measured trace is written, numbered from 0 as in the logged metrics.
+        drift_check_steps: steps between two looks at whether the data has drifted and another plan would be better; 0
+            for none.
         cache_dir: for indexes, measured costs and plans.
     """
 
@@ -96,6 +99,8 @@ class EntrainStrategy(DDPStrategy):
         timeout_seconds: float = 1800.0,
         watchdog_seconds: float = 60.0,
         async_checkpoints: bool = False,
+        trace_steps: list[int] | None = None,
+        drift_check_steps: int = 100,
         cache_dir: str = "runs/cache",
     ) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_seconds))
@@ -105,6 +110,8 @@ class EntrainStrategy(DDPStrategy):
         self.nonfinite = nonfinite
         self.emulate = emulate
         self.async_checkpoints = async_checkpoints
+        self.trace_steps = list(trace_steps or ())
+        self.drift_check_steps = drift_check_steps
         self.cache_dir = cache_dir
         self._option_values: dict[str, Any] = {
             "policy": policy,
@@ -226,16 +233,14 @@ class EntrainStrategy(DDPStrategy):
             end_children=self._end_children,
         )
         trainer = self._module.trainer
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, PreemptionGuard) for callback in callbacks):
-            # First, so that it saves before another callback ends the step.
-            callbacks.insert(0, PreemptionGuard(self))
+        add_callbacks(self, trainer)
+        self._agree(lambda: check_options(self))
         self._agree(lambda: check_trainer(trainer, emulated=self.emulate is not None))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]
         dist.broadcast_object_list(content, src=0)
         assert content[0] is not None
-        self._resolution = found or self._resolution_of(*content[0])
+        self._resolution = found or resolution_of(self, trainer, self._module, *content[0])
         tied: tuple[int, ...] = ()
         if self.emulate is not None:
             self.rehearsal = rehearse(self.emulate, self.resolution.plan, self.resolution.costs, self.samples)
@@ -378,12 +383,6 @@ class EntrainStrategy(DDPStrategy):
         if outcome[0] is not None:
             raise outcome[0] if self.is_global_zero else PeerFailure(str(outcome[0]))
         return found
-
-    def _resolution_of(self, plan: Plan, measured: MeasuredCosts | None) -> Resolution:
-        """What rank 0 resolved, on another rank: same plan and costs, own view of the table."""
-        samples, model, cluster = load_samples(self, self._module.trainer, self._module)
-        costs = CostModel(model, cluster, measured=measured, precision=self.options.precision)
-        return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
 
 
 # Referenced by Lightning's registry so that `strategy: entrain` works in a recipe and in code.

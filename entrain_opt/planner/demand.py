@@ -179,3 +179,17 @@ def sample_columns(
             amount = amount * item.present
             columns[f"{module.name} {name}"] = samples.sum_media(amount) if is_encoder else amount
     return columns
+
+
+def module_seconds(samples: SampleTable, costs: CostModel) -> NDArray[np.float64]:
+    """[N, modules] forward plus backward seconds of whole modules on one device, per sample, without fixed parts."""
+    columns = sample_columns(samples, costs)
+    return np.stack(
+        [
+            columns[f"{module.name} input"]
+            + module.num_layers * columns[f"{module.name} layer"]
+            + columns[f"{module.name} output"]
+            for module in costs.model.modules
+        ],
+        axis=1,
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.cuts import Cuts
+from entrain_opt.planner.demand import module_seconds
 from entrain_opt.planner.order import Order, find_order
 from entrain_opt.workload.samples import SampleTable
 
@@ -50,6 +51,7 @@ class Stability:
         tolerance, confidence, error: as asked for.
         splits: size -> ranks of the modules ("5:3") -> trials of that size in which the paper's rule gives them.
         order: of the data in its file; None if there is too little to tell.
+        work_shares: module -> its share of the work of all data, from which `drift.py` tells drift.
     """
 
     batch_size: int | None
@@ -64,6 +66,7 @@ class Stability:
     data_regret: float = 0.0
     splits: dict[int, dict[str, int]]
     order: Order | None = None
+    work_shares: dict[str, float] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """What it means, in words."""
@@ -115,6 +118,7 @@ class Stability:
             "confidence": self.confidence,
             "error": self.error,
             "splits": {str(size): counts for size, counts in self.splits.items()},
+            "work_shares": {name: round(share, 6) for name, share in self.work_shares.items()},
         }
         if self.order is not None:
             plain["order"] = {
@@ -185,7 +189,14 @@ def plan_stability(
         error=error,
         splits=split_counts(cuts, trials, seed=seed + 2),
         order=find_order(cuts.module_seconds(cuts.values), seed=seed),
+        work_shares=_work_shares(samples, costs),
     )
+
+
+def _work_shares(samples: SampleTable, costs: CostModel) -> dict[str, float]:
+    sums = module_seconds(samples, costs).sum(axis=0)
+    total = max(float(sums.sum()), 1e-30)
+    return {module.name: float(share) / total for module, share in zip(costs.model.modules, sums, strict=True)}
 
 
 def split_counts(cuts: Cuts, trials: int, *, seed: int) -> dict[int, dict[str, int]]:

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from entrain_opt.cost.analytic import model_flops
 from entrain_opt.errors import WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import Family, MediaUnit
@@ -23,6 +25,7 @@ from entrain_opt.runtime.stages import PackedText
 from entrain_opt.runtime.unreadable import Decoded
 from entrain_opt.schedule.actions import Action
 from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork
+from entrain_opt.simulator import Timeline
 from entrain_opt.workload.samples import SampleTable
 
 UnitKey = tuple[int, int, int]
@@ -65,12 +68,15 @@ class RankBatch:
         label_tokens: label tokens of the whole global batch, over all replicas.
         sample_ids: of the whole global batch, in the order drawn.
         num_tokens: packed tokens of the whole global batch.
+        model_flops: operations that a pass over the whole global batch needs, forward and backward.
         deferred_samples: samples of this replica whose language-model part waits.
         encoder_imbalance, llm_imbalance: largest over mean microbatch seconds of this replica.
         assigner_seconds: time spent to assign, schedule and predict.
         predicted_seconds: of the iteration, from this replica's point of view: the slowest replica decides.
         agreement: hashes that tell whether ranks agree on samples, assignment and plan.
         action_seconds: predicted, of the replica's actions; only where they are waited for instead of computed.
+        rows: of the global batch in the data set's table, in the order drawn.
+        timeline: of this replica as simulated; only if the builder keeps it.
         decoded: which samples this rank could not decode; None if that is an error.
         num_left_out: samples that `leave_out` took out of the loss.
     """
@@ -85,6 +91,7 @@ class RankBatch:
     label_tokens: int
     sample_ids: tuple[str, ...]
     num_tokens: int
+    model_flops: float
     deferred_samples: int
     encoder_imbalance: float
     llm_imbalance: float
@@ -92,6 +99,8 @@ class RankBatch:
     predicted_seconds: float
     agreement: Agreement
     device: torch.device
+    rows: NDArray[np.int64]
+    timeline: Timeline | None = None
     action_seconds: ActionSeconds | None = None
     decoded: Decoded | None = None
     num_left_out: int = 0
@@ -133,6 +142,7 @@ class RankBatchBuilder:
         family: of the model; only needed with a reader.
         plan, cost_model: the same on every rank.
         replica, pipeline_rank: where this rank stands.
+        keeps_timeline: whether batches carry what the simulator says of them, to be traced beside what is measured.
     """
 
     samples: SampleTable
@@ -142,6 +152,7 @@ class RankBatchBuilder:
     cost_model: CostSource
     replica: int
     pipeline_rank: int
+    keeps_timeline: bool = False
 
     def build(self, rows: Sequence[int]) -> RankBatch:
         """Assign, schedule and load one global batch.
@@ -189,12 +200,15 @@ class RankBatchBuilder:
             label_tokens=int(batch_table.label_tokens.sum()),
             sample_ids=tuple(str(name) for name in batch_table.sample_ids),
             num_tokens=int(batch_table.total_tokens.sum()),
+            model_flops=model_flops(self.cost_model.model, batch_table),
             deferred_samples=planned.num_deferred,
             encoder_imbalance=planned.encoder_imbalance,
             llm_imbalance=planned.llm_imbalance,
             assigner_seconds=planned.assigner_seconds,
             predicted_seconds=planned.predicted_seconds,
             agreement=planned.agreement,
+            rows=np.asarray(rows, dtype=np.int64),
+            timeline=planned.timeline if self.keeps_timeline else None,
             action_seconds=planned.seconds if self.reader is None else None,
             device=torch.device("cpu"),
         )

@@ -28,6 +28,7 @@ from entrain_opt.schedule.actions import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     Message,
     Receive,
@@ -109,23 +110,25 @@ class PipelineExecutor:
                     inputs = self._inputs((stage, microbatch, part), batch, flight, mailbox)
                     clock = time.perf_counter()
                     loss = loss + self._forward((stage, microbatch, part), inputs, batch, flight, training)
-                    busy_seconds += time.perf_counter() - clock
+                    busy_seconds += self._since(clock, action)
                 case Backward(stage=stage, microbatch=microbatch, part=part):
                     gradient = self._incoming_gradient((stage, microbatch, part), batch, flight, mailbox)
                     clock = time.perf_counter()
                     self._backward((stage, microbatch, part), gradient, flight)
-                    busy_seconds += time.perf_counter() - clock
+                    busy_seconds += self._since(clock, action)
                 case BackwardInput(stage=stage, microbatch=microbatch, part=part):
                     gradient = self._incoming_gradient((stage, microbatch, part), batch, flight, mailbox)
                     clock = time.perf_counter()
                     self._backward_input((stage, microbatch, part), gradient, flight)
-                    busy_seconds += time.perf_counter() - clock
+                    busy_seconds += self._since(clock, action)
                 case BackwardWeight(stage=stage, microbatch=microbatch, part=part):
                     clock = time.perf_counter()
                     self._backward_weight((stage, microbatch, part), flight)
-                    busy_seconds += time.perf_counter() - clock
+                    busy_seconds += self._since(clock, action)
                 case Reduce(stage=stage):
                     assert self.reducer is not None
+                    if self.groups.waits.spans is not None:
+                        self.groups.waits.spans.reducing(stage)
                     self.reducer.start_reduce(stage)
                 case Step():
                     pass  # The optimizer's owner steps after clipping, which needs every stage's gradient.
@@ -140,6 +143,15 @@ class PipelineExecutor:
         """Wait for what the schedule started behind the last backward."""
         if self.reducer is not None:
             self.reducer.finish()
+        if self.groups.waits.spans is not None:
+            self.groups.waits.spans.reduced()
+
+    def _since(self, start: float, action: Compute) -> float:
+        """Seconds of an action that has just ended."""
+        end = time.perf_counter()
+        if self.groups.waits.spans is not None:
+            self.groups.waits.spans.computed(action, start, end)
+        return end - start
 
     @property
     def _dtype(self) -> torch.dtype:

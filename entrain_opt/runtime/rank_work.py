@@ -27,6 +27,7 @@ from entrain_opt.schedule.messages import with_messages
 from entrain_opt.schedule.orders import schedule_replica
 from entrain_opt.schedule.work import ReplicaWork, replica_work
 from entrain_opt.simulator import Timeline, simulate
+from entrain_opt.spec.model import ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 StageUnit = tuple[int, int, int]
@@ -35,6 +36,9 @@ StageUnit = tuple[int, int, int]
 
 class CostSource(Protocol):
     """What a rank asks of a cost model."""
+
+    @property
+    def model(self) -> ModelSpec: ...
 
     def batch_costs(self, samples: SampleTable, plan: Plan) -> BatchCosts: ...
 
@@ -81,6 +85,7 @@ class RankWork:
         actions: this rank's schedule with messages.
         seconds: predicted, of the replica's actions.
         predicted_seconds: of the iteration, from this replica's point of view: the slowest replica decides.
+        timeline: of this replica as simulated, from which both are.
         num_deferred: samples of this replica whose language-model part waits.
         encoder_imbalance, llm_imbalance: largest over mean microbatch seconds of this replica.
         assigner_seconds: time spent to assign, schedule and predict.
@@ -92,6 +97,7 @@ class RankWork:
     actions: tuple[Action, ...]
     seconds: ActionSeconds
     predicted_seconds: float
+    timeline: Timeline
     num_deferred: int
     encoder_imbalance: float
     llm_imbalance: float
@@ -133,6 +139,7 @@ def plan_rank(table: SampleTable, costs: CostSource, plan: Plan, *, replica: int
         actions=actions,
         seconds=_action_seconds(timeline, mine.costs),
         predicted_seconds=timeline.makespan_seconds,
+        timeline=timeline,
         num_deferred=spread.deferred_samples,
         encoder_imbalance=spread.encoder.max_over_mean,
         llm_imbalance=spread.llm.max_over_mean,

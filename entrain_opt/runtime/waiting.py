@@ -3,7 +3,8 @@
 Every wait for another rank goes through `WaitLog.on`. So a watchdog in another thread can say which rank waits for what
 while it waits, and a connection that breaks raises an error that says the same.
 
-Price: two attribute writes and one object per wait; the words are made only when somebody reads them.
+Price: two attribute writes, one object and one reading of the clock per wait; the words are made only when somebody
+reads them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from entrain_opt.errors import TrainingError
+from entrain_opt.runtime.spans import SpanLog, now
 from entrain_opt.schedule.actions import Message
 
 
@@ -76,9 +78,11 @@ class WaitLog:
     Attributes:
         doing: the action of the schedule that runs, or that the current wait belongs to.
         current: the wait that it is in, if any.
+        spans: notes everything that this step does; None if nobody asked for it.
     """
 
     def __init__(self) -> None:
+        self.spans: SpanLog | None = None
         self.doing: object = "no step yet"
         self.current: Wait | None = None
 
@@ -97,14 +101,16 @@ class WaitLog:
 
 
 class _Waiting:
-    __slots__ = ("_log", "_outer", "_what")
+    __slots__ = ("_log", "_outer", "_start", "_what")
 
     def __init__(self, log: WaitLog, what: object) -> None:
         self._log = log
         self._what = what
         self._outer: Wait | None = None
+        self._start = 0.0
 
     def __enter__(self) -> None:
+        self._start = now()
         self._outer = self._log.current
         self._log.current = Wait(self._what, time.monotonic())
 
@@ -114,3 +120,14 @@ class _Waiting:
         if isinstance(error, RuntimeError):
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(f"Rank {dist.get_rank()} waited {wait}, in vain: {first_line}") from error
+        if self._log.spans is not None:
+            self._note(self._log.spans)
+
+    def _note(self, spans: SpanLog) -> None:
+        match self._what:
+            case Incoming(message=message):
+                spans.received(message, self._start, now())
+            case Outgoing(message=message):
+                spans.sent(message, self._start, now())
+            case what:
+                spans.waited(str(what), self._start, now())

@@ -19,15 +19,28 @@ if TYPE_CHECKING:
     from entrain_opt.simulator.timeline import Timeline
 
 MICROSECONDS = 1e6
-_LABELS = ("F", "B", "Bi", "Bw", "reduce", "step")
-_REDUCE = 4
+_LABELS = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "Bi",
+    "backward_weight": "Bw",
+    "reduce": "reduce",
+    "step": "step",
+}
+#: Kinds that are about whole stages, not microbatches.
+_OF_STAGES = ("reduce", "step")
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
     """Write the trace as JSON, whole or not at all."""
+    write_events(trace_events(timeline), path)
+
+
+def write_events(events: list[dict[str, Any]], path: Path) -> None:
+    """Write trace events as JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".partial")
-    scratch.write_text(json.dumps({"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"}), encoding="utf-8")
+    scratch.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
     scratch.replace(path)
 
 
@@ -35,7 +48,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     """The events of the trace, in the Chrome trace format; times in microseconds."""
     from entrain_opt.simulator.timeline import KINDS
 
-    events = _names(timeline)
+    events = process_names(timeline.shape, [f"replica {replica}" for replica in range(timeline.num_replicas)])
     columns = timeline.events
     rows = zip(
         columns.replica.tolist(),
@@ -48,24 +61,9 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
         columns.end.tolist(),
         strict=True,
     )
-    num_ranks = timeline.shape.num_ranks
     for replica, rank, kind, stage, microbatch, part, start, end in rows:
-        name = f"{_LABELS[kind]} {microbatch}" + (f".{part}" if part else "") if kind < _REDUCE else _LABELS[kind]
-        args: dict[str, Any] = {"stage": stage, "module": module_name(timeline.shape, stage)}
-        if kind < _REDUCE:
-            args |= {"microbatch": microbatch, "part": part}
-        events.append(
-            {
-                "ph": "X",
-                "name": name,
-                "cat": KINDS[kind],
-                "pid": replica,
-                "tid": num_ranks + rank if kind == _REDUCE else rank,
-                "ts": start * MICROSECONDS,
-                "dur": (end - start) * MICROSECONDS,
-                "args": args,
-            }
-        )
+        unit = (stage, microbatch, part)
+        events.append(action_event(timeline.shape, replica, rank, KINDS[kind], unit, start=start, end=end))
     for replica, run in enumerate(timeline.runs):
         events += _arrows(run, replica, first_id=len(events))
     for replica, curves in enumerate(timeline.memory):
@@ -84,6 +82,36 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     return events
 
 
+def action_event(
+    shape: PipelineShape, process: int, rank: int, kind: str, unit: tuple[int, int, int], *, start: float, end: float
+) -> dict[str, Any]:
+    """What a rank did from start to end (seconds).
+
+    Args:
+        shape: of the replica.
+        process: of the trace: one per replica.
+        rank: pipeline rank.
+        kind: one of `entrain_opt.simulator.timeline.KINDS`.
+        unit: stage, microbatch, part; the last two mean nothing for reductions and steps.
+    """
+    stage, microbatch, part = unit
+    label = _LABELS[kind]
+    args: dict[str, Any] = {"stage": stage, "module": module_name(shape, stage)}
+    if kind not in _OF_STAGES:
+        label += f" {microbatch}" + (f".{part}" if part else "")
+        args |= {"microbatch": microbatch, "part": part}
+    return {
+        "ph": "X",
+        "name": label,
+        "cat": kind,
+        "pid": process,
+        "tid": shape.num_ranks + rank if kind == "reduce" else rank,
+        "ts": start * MICROSECONDS,
+        "dur": (end - start) * MICROSECONDS,
+        "args": args,
+    }
+
+
 def module_name(shape: PipelineShape, stage: int) -> str:
     """`encoder` (numbered, if there are several) or `llm`, with the stage's place in it."""
     encoder = shape.encoder_of_stage(stage)
@@ -93,15 +121,15 @@ def module_name(shape: PipelineShape, stage: int) -> str:
     return f"encoder{number} {stage - shape.stages_of_encoder(encoder)[0]}"
 
 
-def _names(timeline: Timeline) -> list[dict[str, Any]]:
-    shape = timeline.shape
+def process_names(shape: PipelineShape, names: list[str], *, first: int = 0) -> list[dict[str, Any]]:
+    """Names of a trace's processes, one per replica and numbered from `first`, and of their threads."""
     events: list[dict[str, Any]] = []
-    for replica in range(timeline.num_replicas):
-        events.append({"ph": "M", "name": "process_name", "pid": replica, "args": {"name": f"replica {replica}"}})
+    for process, title in enumerate(names, start=first):
+        events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})
         for rank in range(shape.num_ranks):
             stages = ", ".join(module_name(shape, stage) for stage in shape.stages_of_rank(rank))
             for thread, name in ((rank, f"rank {rank}: {stages}"), (shape.num_ranks + rank, f"rank {rank}: reduce")):
-                common = {"ph": "M", "pid": replica, "tid": thread}
+                common = {"ph": "M", "pid": process, "tid": thread}
                 events.append({**common, "name": "thread_name", "args": {"name": name}})
                 events.append({**common, "name": "thread_sort_index", "args": {"sort_index": thread}})
     return events

@@ -1,6 +1,9 @@
 """Trainer settings and names that EntrainStrategy accepts or refuses, without starting a process."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from pytorch_lightning import Trainer, callbacks
 from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DataLoader
@@ -9,6 +12,8 @@ from entrain_opt import EntrainStrategy, MultimodalDataModule, MultimodalModule
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.lightning.datamodule import GlobalBatchSampler
 from entrain_opt.lightning.flags import check_loader, check_trainer
+from entrain_opt.lightning.iteration import StepMetrics
+from entrain_opt.lightning.module import step_values
 from entrain_opt.lightning.resolution import check_parts
 
 QUIET = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
@@ -87,3 +92,17 @@ def test_a_sampler_continues_where_another_stopped():
     resumed.set_epoch(2)
     whole.set_epoch(2)
     assert list(resumed) == list(whole)
+
+
+def test_utilization_is_counted_operations_over_time_and_rate():
+    metrics = StepMetrics(
+        loss=torch.zeros(()), gradient_norm=1.0, bubble_share=0.1, bubble_share_of_rank=(0.1,), iteration_seconds=2.0,
+        predicted_seconds=2.0, step_seconds=8.0, encoder_imbalance=1.0, llm_imbalance=1.0, deferred_samples=0,
+        assigner_seconds=0.0,
+    )  # fmt: skip
+    batch = SimpleNamespace(num_tokens=100, sample_ids=("a", "b"), model_flops=6e12)
+    values = step_values(metrics, batch, scale=4.0, peak_flops_per_second=4 * 3e12)
+    assert values["model_flops_utilization"] == pytest.approx(0.25)
+    assert values["tokens_per_second"] == 50
+    # On a CPU, whose rate is nominal, there is none.
+    assert "model_flops_utilization" not in step_values(metrics, batch)
