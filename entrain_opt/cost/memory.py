@@ -79,16 +79,8 @@ def stage_bytes(
     reduced: bool,
     tensor: int = 1,
 ) -> StaticBytes:
-    """What a device of a stage with these layers holds all the time, embeddings, projector or head included.
-
-    A tied head that is not on the stage of the embedding is a second copy of it.
-    """
-    first, end = layers
-    _, entry, exit_ = held_parameters(module, tensor)
-    body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
-    output = exit_ if end == module.num_layers else 0.0
-    if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
-        output += entry
+    """What a device of a stage with these layers holds all the time, embeddings, projector or head included."""
+    body, output = stage_parameters(model, module, layers, tensor)
     return parameter_bytes(body, trained=module.trained, precision=precision, reduced=reduced) + parameter_bytes(
         output, trained=module.output_trained, precision=precision, reduced=reduced
     )
@@ -100,12 +92,25 @@ def held_parameters(module: ModuleSpec, tensor: int = 1) -> tuple[float, float, 
     return module.layer_parameters / tensor, entry, module.output_parameters / tensor
 
 
-def trained_parameters(module: ModuleSpec, layers: tuple[int, int], tensor: int = 1) -> float:
-    """Parameters of a stage that train: what a device reduces and steps."""
+def stage_parameters(
+    model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], tensor: int = 1
+) -> tuple[float, float]:
+    """Parameters that a device of a stage holds: of its layers and embedding, and of its projector or head.
+
+    A tied head that is not on the stage of the embedding is a second copy of it, which is reduced and stepped as well.
+    """
     first, end = layers
     _, entry, exit_ = held_parameters(module, tensor)
     body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
     output = exit_ if end == module.num_layers else 0.0
+    if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
+        output += entry
+    return body, output
+
+
+def trained_parameters(model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], tensor: int = 1) -> float:
+    """Parameters of a stage that train: what a device reduces and steps."""
+    body, output = stage_parameters(model, module, layers, tensor)
     return body * module.trained + output * module.output_trained
 
 

@@ -253,11 +253,7 @@ class CostModel:
             send_seconds=tuple(self._send_seconds(plan, i, features) for i in numbers),
             send_fixed_seconds=self.links.latency_seconds,
             reduce_seconds=tuple(self.reduce_seconds(plan, i) for i in numbers),
-            step_seconds=tuple(
-                memory.trained_parameters(specs[i], plan.stages[i].layers, plan.degrees.tensor_of(plan.stages[i].rank))
-                * self.step_seconds_per_parameter
-                for i in numbers
-            ),
+            step_seconds=tuple(self._trained_parameters(plan, i) * self.step_seconds_per_parameter for i in numbers),
             weight_bytes=tuple(self.static_bytes(stage, plan.degrees).total for stage in plan.stages),
             activation_bytes=tuple(
                 self.activation_bytes(stage, samples, plan.degrees.tensor_of(stage.rank)) for stage in plan.stages
@@ -293,8 +289,8 @@ class CostModel:
         """Sum of a stage's gradients over the replicas, and of a tied embedding over its two holders."""
         spec = self.model.module(plan.stages[stage].module)
         tensor = plan.degrees.tensor_of(plan.stages[stage].rank)
-        trained = memory.trained_parameters(spec, plan.stages[stage].layers, tensor)
-        seconds = self.links.all_reduce_seconds(plan.degrees, trained * self.precision.gradient_bytes)
+        num_bytes = self._trained_parameters(plan, stage) * self.precision.gradient_bytes
+        seconds = self.links.all_reduce_seconds(plan.degrees, num_bytes)
         llm_stages = [i for i, other in enumerate(plan.stages) if other.module == spec.name]
         ends = {llm_stages[0], llm_stages[-1]}
         if self.model.tied_embeddings and spec.vocabulary_size and spec.trained and len(ends) == 2 and stage in ends:
@@ -304,6 +300,11 @@ class CostModel:
                 spec.input_parameters / tensor * self.precision.gradient_bytes / speed + self.links.latency_seconds
             )
         return seconds
+
+    def _trained_parameters(self, plan: Plan, stage: int) -> float:
+        held = plan.stages[stage]
+        module, tensor = self.model.module(held.module), plan.degrees.tensor_of(held.rank)
+        return memory.trained_parameters(self.model, module, held.layers, tensor)
 
     def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> memory.StaticBytes:
         """Weights, gradients, optimizer state and reduction buffer of a stage, on one device."""

@@ -36,7 +36,7 @@ from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 
 
 def solve_plan(

@@ -42,6 +42,15 @@ def test_a_tied_head_away_from_its_embedding_is_a_second_copy():
     assert sum(h.weights for h in halves) - whole.weights == 4 * model.llm.input_parameters
 
 
+def test_what_trains_is_what_has_gradients_the_copy_of_a_tied_head_included():
+    model = make_model(tied=True)
+    for layers in ((0, 6), (0, 3), (3, 6), (2, 4)):
+        held = memory.stage_bytes(model, model.llm, layers, precision=FULL, reduced=False)
+        assert memory.trained_parameters(model, model.llm, layers) == held.gradients / 4
+    frozen = make_model(tied=True, frozen=("language_model",))
+    assert memory.trained_parameters(frozen, frozen.llm, (3, 6)) == 0
+
+
 def test_frozen_towers_hold_one_layer_of_activations():
     samples, plan = make_samples(10), make_plan([("vision", 0, 6, 0), ("vision", 6, 12, 1), ("llm", 0, 6, 2)])
     trained, frozen = make_costs(), make_costs(model=make_model(frozen=("vision_tower", "projector")))

@@ -125,6 +125,16 @@ def test_tied_embeddings_are_summed_across_ranks():
     assert reductions[0] == 0 < reductions[1]
 
 
+def test_the_copy_of_a_tied_head_is_stepped_and_reduced_like_a_head_of_its_own():
+    stages = [("vision", 0, 12, 0), ("llm", 0, 3, 1), ("llm", 3, 6, 2)]
+    tied, untied = (make_costs(model=make_model(tied=tied), devices=6) for tied in (True, False))
+    one, two = (make_plan(stages, data=data) for data in (1, 2))
+    steps = [costs.batch_costs(make_samples(5), one).stages.step_seconds for costs in (tied, untied)]
+    assert steps[0] == steps[1]
+    between_replicas = tied.reduce_seconds(two, 2) - tied.reduce_seconds(one, 2)
+    assert between_replicas == pytest.approx(untied.reduce_seconds(two, 2))
+
+
 def test_the_assigner_and_simulator_take_the_costs():
     costs, samples = make_costs(devices=3), make_samples(40)
     plan = make_plan([("vision", 0, 6, 0), ("vision", 6, 12, 1), ("llm", 0, 6, 2)])

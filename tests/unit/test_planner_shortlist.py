@@ -11,7 +11,7 @@ from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.demand import estimate_demand
-from entrain_opt.planner.estimates import Estimator
+from entrain_opt.planner.estimates import Estimator, Layout
 from entrain_opt.planner.search import lower_bound_ticks, rank_choices
 from entrain_opt.planner.shortlist import build_shortlist
 from entrain_opt.planner.space import allowed_layouts, groups_fit_nodes, microbatch_counts
@@ -59,6 +59,18 @@ def test_bounds_hold_for_every_layout():
             if found is not None:
                 assert bound / whole.tick_seconds <= found + 1e-6
                 assert lower_bound_ticks(whole, choice) <= found
+
+
+def test_the_copy_of_a_tied_head_is_stepped_as_a_head_of_its_own_is():
+    layout = Layout(degrees=ParallelDegrees(data=1, pipeline=2), tensor=(1, 1), recompute=(False, False))
+    updates = []
+    for tied in (True, False):
+        costs = CostModel(make_model(tied=tied), ClusterSpec(devices_per_node=2))
+        # With one microbatch, a rank is judged by its update alone.
+        seconds = Estimator(costs, estimate_demand(SAMPLES, costs, 32)).seconds(layout, np.array([1]))
+        updates.append(seconds.parts[2, 1, 0])
+    assert updates[0] == pytest.approx(updates[1])
+    assert updates[0] > 0
 
 
 def test_layouts_use_all_devices_divide_heads_and_stay_within_nodes():
