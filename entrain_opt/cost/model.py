@@ -31,9 +31,6 @@ from entrain_opt.workload.samples import SampleTable
 
 FloatArray = NDArray[np.float64]
 
-#: The AdamW step reads weight, gradient and two moments and writes all but the gradient.
-_STEP_VALUES = 7
-
 
 class CostModel:
     """Predicts seconds and bytes of a model on a cluster.
@@ -63,7 +60,7 @@ class CostModel:
         self.source = "analytic" if measured is None else "measured"
         device = cluster.device_spec
         latency, self.action_seconds = MESSAGE_LATENCY_SECONDS, 2 * device.kernel_launch_seconds
-        self.step_seconds_per_parameter = _STEP_VALUES * self.precision.weight_bytes / device.memory_bytes_per_second
+        self.step_seconds_per_parameter = self.precision.step_bytes / device.memory_bytes_per_second
         self.modules: dict[str, ModuleCosts] = {}
         self._divided: dict[tuple[str, int], ModuleCosts] = {}
         if measured is None:

@@ -30,6 +30,14 @@ class Precision:
     activation_bytes: int
     compute_bytes: int
 
+    @property
+    def step_bytes(self) -> int:
+        """What AdamW moves per parameter: gradients are read, its state is read and written, and so are weights.
+
+        A weight beside a float32 master, which is part of the state, is written from it; counted like the others.
+        """
+        return self.gradient_bytes + 2 * self.optimizer_bytes + 2 * self.weight_bytes
+
 
 def _precision(name: str, weight: int, copy: int, gradient: int, optimizer: int, compute: int) -> Precision:
     return Precision(

@@ -26,6 +26,13 @@ def test_bytes_per_trained_parameter(name, per_parameter):
     assert name in precisions()
 
 
+@pytest.mark.parametrize(("name", "per_parameter"), [("32-true", 28), ("bf16-mixed", 28), ("bf16-true", 32)])
+def test_the_step_moves_the_masters_of_shorter_weights_as_well(name, per_parameter):
+    costs = make_costs(device="A100-80GB", precision=name)
+    bandwidth = costs.cluster.device_spec.memory_bytes_per_second
+    assert costs.step_seconds_per_parameter == pytest.approx(per_parameter / bandwidth)
+
+
 def test_frozen_parameters_have_neither_gradient_nor_optimizer_state():
     static = memory.parameter_bytes(1000, trained=False, precision=FULL, reduced=True)
     assert (static.weights, static.total) == (4000, 4000)
