@@ -160,10 +160,14 @@ class Instance:
         sums[chain.empty] = IMPOSSIBLE
         return sums
 
+    def apart(self, costs: IntArray) -> IntArray:
+        """[n + 1, n + 1] `costs`, with IMPOSSIBLE where a rank would hold layers of two modules."""
+        return np.where(self._chain.shared, IMPOSSIBLE, costs)
+
     def all_rank_costs(self, choice: Choice, seconds: IntArray, *, shares: bool) -> list[IntArray]:
         """Per rank `seconds`, with IMPOSSIBLE where it would be out of memory or share modules that it may not."""
         if not shares:
-            seconds = np.where(self._chain.shared, IMPOSSIBLE, seconds)
+            seconds = self.apart(seconds)
         costs: dict[PartTicks, IntArray] = {}
         for part in choice.mib:
             if part not in costs:

@@ -88,7 +88,14 @@ def test_layouts_use_all_devices_divide_heads_and_stay_within_nodes():
 
 def test_a_degree_that_no_module_can_have_is_an_error():
     costs, demand, options = make(2, options=replace(WIDE, tensor_degrees=(7,)))
-    with pytest.raises(PlanError, match=r"tensor_degrees: none of \[7\] divides the 48 heads"):
+    with pytest.raises(PlanError, match=r"tensor_degrees: none of \[7\] is possible: .* its heads \(48\)"):
+        build_shortlist(costs, demand, options)
+
+
+def test_the_error_for_degrees_that_use_no_number_of_devices_lists_those_that_do():
+    costs, demand, options = make(8, options=replace(WIDE, tensor_degrees=(2,), data_degree=8))
+    possible = r"\[\(1, 4, 2\), \(2, 2, 2\), \(4, 1, 2\)\]"
+    with pytest.raises(PlanError, match=rf"tensor_degrees \[2\], data_degree = 8\. .*: {possible}"):
         build_shortlist(costs, demand, options)
 
 

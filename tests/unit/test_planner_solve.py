@@ -69,7 +69,7 @@ def test_what_the_user_fixes_stays_fixed():
     plan = solve(4, data_degree=2, num_microbatches=5, schedule="eager", policy="in_order")
     assert (plan.degrees.data, plan.degrees.pipeline, plan.num_microbatches) == (2, 2, 5)
     assert (plan.schedule, plan.policy) == ("eager", "in_order")
-    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible pairs"):
+    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible with one tensor degree"):
         solve(4, data_degree=3)
 
 
@@ -102,6 +102,18 @@ def test_data_of_one_kind_only(kind):
 def test_too_little_memory_names_the_stage_the_need_and_the_closest_choice():
     with pytest.raises(PlanError, match=r"stage \d+ \(.*\) needs .* MiB, the device has 16.0 MiB.*closest choice"):
         solve(4, memory_bytes=16 << 20)
+
+
+def test_where_only_the_papers_split_does_not_fit_the_method_is_what_binds():
+    little = {"pipeline_degree": 2, "memory_bytes": 330 << 20}
+    with pytest.raises(PlanError, match=r"^method: the proportional split .* fits nowhere, another split does\. Use"):
+        solve(4, method="proportional", **little)
+    assert solve(4, **little).provenance.method == "cp-sat"
+
+
+def test_changes_that_cannot_be_trained_with_yet_are_marked():
+    with pytest.raises(PlanError, match=r"tensor_degrees=\[1, 2, 4\] \(.*tensor=[124]/[124]\) \(to plan with only\)"):
+        solve(4, pipeline_degree=4, memory_bytes=86 << 20)
 
 
 def test_a_sample_that_no_rank_can_hold_is_named():
