@@ -121,7 +121,7 @@ class Instance:
         limit_mib: memory of one rank.
         tick_seconds: seconds of one tick.
         one_in_flight: memory was counted with one microbatch in flight only; the schedule must be throttled.
-        num_dropped: choices left out because no partition of them can be faster than the best of these.
+        num_dropped: choices left out, which do not fit or cannot be faster than the best of these.
     """
 
     modules: tuple[str, ...]

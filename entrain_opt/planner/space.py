@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.cost import CostModel
+from entrain_opt.cost.links import nodes_of_ranks
 from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees
@@ -83,11 +84,8 @@ def _meshes(
 
 def groups_fit_nodes(degrees: ParallelDegrees, devices_per_node: int) -> bool:
     """Whether every tensor group of every replica lies within one node."""
-    widths = np.array(degrees.tensor_degrees)
-    starts = np.cumsum(widths) - widths
-    # Replicas repeat their places within a node after at most that many.
-    replicas = np.arange(min(degrees.data, devices_per_node))[:, None] * degrees.replica_size
-    return bool(((replicas + starts) % devices_per_node + widths <= devices_per_node).all())
+    nodes = nodes_of_ranks(degrees, devices_per_node)
+    return bool((nodes[..., 0] == nodes[..., 1]).all())
 
 
 def _recomputes(costs: CostModel, options: PlanOptions) -> list[tuple[bool, ...]]:

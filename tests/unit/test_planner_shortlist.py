@@ -13,7 +13,7 @@ from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.demand import estimate_demand
 from entrain_opt.planner.estimates import Estimator, Layout
 from entrain_opt.planner.search import lower_bound_ticks, rank_choices
-from entrain_opt.planner.shortlist import build_shortlist
+from entrain_opt.planner.shortlist import WORTH_KEEPING, build_shortlist
 from entrain_opt.planner.space import allowed_layouts, groups_fit_nodes, microbatch_counts
 from entrain_opt.spec import ClusterSpec
 
@@ -43,6 +43,16 @@ def test_no_choice_that_could_win_is_dropped(devices, gib, frozen):
     assert (ranking[0].ticks if ranking else None) == (best[0].ticks if best else None)
     if ranking:
         assert whole.tick_seconds == short.tick_seconds
+
+
+def test_another_kind_is_kept_however_much_slower_it_is():
+    # A small model on slow links: one replica per device wins by far.
+    costs = CostModel(make_model(), ClusterSpec(devices_per_node=1, num_nodes=2))
+    costs.links = replace(costs.links, latency_seconds=100.0)
+    _, ranking = build_shortlist(costs, estimate_demand(SAMPLES, costs, 32), PlanOptions(cost_model="analytic"))
+    best = {kind: min(r.ticks for r in ranking if r.choice.kind == kind) for kind in {r.choice.kind for r in ranking}}
+    first, second = sorted(best.values())[:2]
+    assert second > (1 + WORTH_KEEPING) * first
 
 
 def test_bounds_hold_for_every_layout():

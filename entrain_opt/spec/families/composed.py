@@ -72,7 +72,7 @@ def _read_vision(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int 
             f"{where}: deepstack_visual_indexes: expected [] in a composed model, because only Qwen3-VL's language "
             f"model takes such features, found {list(module.deepstack_layers)}."
         )
-    return module, Fields(given, {"out_hidden_size": 3584}, where).count("out_hidden_size")
+    return module, qwen_output_width(given, where)
 
 
 def _read_audio(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int | None]:
