@@ -132,20 +132,20 @@ def layer_activation_bytes(
     attention = rotated * (query + key_value) + key_value + query
     feed_forward = (4 if module.gated_mlp else 2) * inner
     # Norms are computed in float32 under every precision; so is the log-sum of each head.
-    divided = 4.0 * module.num_attention_heads + precision.activation_bytes * (attention + feed_forward)
+    divided = 4.0 * module.num_attention_heads + precision.compute_bytes * (attention + feed_forward)
     return replicated_layer_bytes(module) + divided / tensor
 
 
 def input_activation_bytes(module: ModuleSpec, precision: Precision) -> float:
     """Bytes per patch or token that the embedding keeps: the patches themselves, or the ids."""
-    return float(module.input_width * precision.activation_bytes) if module.input_width else 8.0
+    return float(module.input_width * precision.compute_bytes) if module.input_width else 8.0
 
 
 def output_activation_bytes(module: ModuleSpec, llm: ModuleSpec, precision: Precision) -> float:
     """Bytes that the projector keeps per media token, or the head per label token besides its logits."""
     if module.vocabulary_size:
         return 4.0 * 2 * module.hidden_size
-    return float(precision.activation_bytes * (2 * module.hidden_size + 3 * llm.hidden_size))
+    return float(precision.compute_bytes * (2 * module.hidden_size + 3 * llm.hidden_size))
 
 
 def logit_bytes(llm: ModuleSpec, precision: Precision) -> float:

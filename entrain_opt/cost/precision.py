@@ -18,8 +18,7 @@ class Precision:
         copy_bytes: a parameter's copy in the compute type, made for each pass (autocast).
         gradient_bytes: a gradient.
         optimizer_bytes: AdamW's state of one parameter, and its float32 master if there is one.
-        activation_bytes: a value that a matrix product leaves for its backward.
-        compute_bytes: a value that matrix products take.
+        compute_bytes: a value that matrix products take, and leave for their backward.
     """
 
     name: str
@@ -27,7 +26,6 @@ class Precision:
     copy_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int
     compute_bytes: int
 
     @property
@@ -46,7 +44,6 @@ def _precision(name: str, weight: int, copy: int, gradient: int, optimizer: int,
         copy_bytes=copy,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
-        activation_bytes=compute,
         compute_bytes=compute,
     )
 

@@ -1,7 +1,7 @@
 """Which configurations are worth replaying, and the search among them by simulated time.
 
-The closed form of `space.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So the
-solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
+The closed form of `estimates.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So
+the solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
 global batches; from the fastest a descent goes to neighbouring microbatch counts and borders; the fastest few are
 replayed on more batches, and the fastest of those wins. Deterministic; ties go to the earlier candidate.
 """

@@ -68,8 +68,10 @@ class Choice:
 
     def borders(self, module_starts: tuple[int, ...]) -> dict[int, int]:
         """Rank -> chain position where it must end, for the modules' fixed numbers of ranks."""
+        if not self.ranks:
+            return {}
         last = np.cumsum(self.ranks)[:-1] - 1
-        return {int(rank): start for rank, start in zip(last, module_starts[1:], strict=bool(self.ranks))}
+        return {int(rank): start for rank, start in zip(last, module_starts[1:], strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

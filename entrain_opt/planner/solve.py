@@ -1,6 +1,6 @@
 """`solve_plan`: from model, data and cluster to one plan, with its proof and its runners-up.
 
-1. Demand of random global batches (`demand.py`), and the integer problem over all choices (`space.py`).
+1. Demand of random global batches (`demand.py`), and the integer problem of the choices that may win (`shortlist.py`).
 2. A solver's optimum of the closed form (`cp_sat.py`, `ilp.py`, `search.py`), or the paper's rule (`proportional.py`).
 3. The best few candidates and their neighbours, replayed by the real assigner and simulator (`candidates.py`); the
    fastest is returned. The paper's rule is not improved, only replayed.

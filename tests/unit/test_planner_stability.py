@@ -130,3 +130,10 @@ def test_tensor_degrees_that_differ_keep_their_ranks():
     cuts = Cuts(wide, make_samples(50), costs)
     assert cuts.fixed_ranks
     assert (cuts.regrets(cuts.draw(np.random.default_rng(0), 8, 5)) >= -1e-12).all()
+
+
+def test_where_no_size_is_enough_the_largest_one_tried_is_named():
+    certificate = plan_stability(PLAN, make_samples(50), make_costs(devices=4), tolerance=-1.0, smallest=20_000)
+    assert certificate.batch_size is None
+    assert certificate.largest_size == 40_000
+    assert "A static plan needs more than 40,000 samples per batch" in certificate.sentence()

@@ -26,7 +26,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.families.audio import AUDIO_TYPES, read_audio
 from entrain_opt.spec.families.fields import Fields, part, unknown
 from entrain_opt.spec.families.parts import Parts, asks_to_tie
-from entrain_opt.spec.families.qwen_vision import read_qwen2_5_vision, read_qwen3_vision
+from entrain_opt.spec.families.qwen_vision import qwen_output_width, read_qwen2_5_vision, read_qwen3_vision
 from entrain_opt.spec.families.text import TEXT_TYPES, read_text
 from entrain_opt.spec.families.towers import TOWER_TYPES, read_tower
 from entrain_opt.spec.model import ModuleSpec
