@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.spec.cluster import ClusterSpec
@@ -34,12 +34,12 @@ class Links:
             devices_per_node=cluster.devices_per_node,
         )
 
-    def between(self, degrees: ParallelDegrees, source: int, target: int) -> float:
-        """Bytes per second between two pipeline ranks."""
+    def between(self, degrees: ParallelDegrees, source: ArrayLike, target: ArrayLike) -> NDArray[np.float64]:
+        """Bytes per second between pipeline ranks and as many others."""
         nodes = nodes_of_ranks(degrees, self.devices_per_node)
-        ends = nodes[:, [source, target]].reshape(len(nodes), -1)
-        crosses = bool((ends != ends[:, :1]).any())
-        return self.network_bytes_per_second if crosses else self.link_bytes_per_second
+        ends = np.concatenate([nodes[:, np.asarray(source)], nodes[:, np.asarray(target)]], axis=-1)
+        crosses = (ends != ends[..., :1]).any(axis=(0, -1))
+        return np.where(crosses, self.network_bytes_per_second, self.link_bytes_per_second)
 
     def neighbours(self, degrees: ParallelDegrees) -> float:
         """Bytes per second of the slowest link between neighbouring pipeline ranks."""

@@ -71,8 +71,10 @@ class Cuts:
 
     def draw(self, generator: np.random.Generator, size: int, count: int) -> FloatArray:
         """[count, 3 * modules] sums over random batches."""
-        rows = generator.integers(len(self.values), size=(count, size))
-        return np.stack([self.values[row].sum(axis=0) for row in rows])
+        num_samples = len(self.values)
+        # How often each sample is in a batch; a batch at a time, so that little memory is touched.
+        times = [np.bincount(generator.integers(num_samples, size=size), minlength=num_samples) for _ in range(count)]
+        return np.asarray(np.stack(times) @ self.values)
 
     def module_seconds(self, sums: FloatArray) -> FloatArray:
         """[trials, modules] seconds of whole modules."""

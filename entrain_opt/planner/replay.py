@@ -30,6 +30,8 @@ from entrain_opt.workload.samples import SampleTable
 _CAP_ATTEMPTS = 4
 #: Replicas of a batch that may be asked for.
 _MOST_REPLICAS = 2
+#: Plans of the same degrees are capped at once where one without caps needed this many times the memory.
+OVERFULL = 1.2
 #: Names of what a peak is made up of, besides those of the simulator's `PARTS`.
 STATIC_PARTS, RECOMPUTED = ("weights", "gradients", "optimizer", "buffers"), "recomputed layer"
 
@@ -40,7 +42,7 @@ class Replay:
 
     Attributes:
         plan: with memory caps, where they are needed.
-        seconds: mean over batches of the slowest replica's iteration.
+        batch_seconds: of each batch, the slowest replica's iteration.
         bubble_share: mean idle share of the ranks.
         busy_share: per pipeline rank, share of the iteration spent computing.
         peak_bytes: per pipeline rank, the highest over batches.
@@ -48,11 +50,16 @@ class Replay:
     """
 
     plan: Plan
-    seconds: float
+    batch_seconds: tuple[float, ...]
     bubble_share: float
     busy_share: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     peak_parts: tuple[dict[str, int], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Mean over the batches."""
+        return float(np.mean(self.batch_seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +79,8 @@ class Replayer:
     def __init__(self, costs: CostModel, demand: Demand, options: PlanOptions) -> None:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
+        self._static: dict[tuple[object, ...], dict[str, float]] = {}
+        self._overfull: set[tuple[object, ...]] = set()
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
         self._played: dict[tuple[object, ...], _Played] = {}
 
@@ -89,8 +98,13 @@ class Replayer:
         assert 1 <= num_replicas <= _MOST_REPLICAS, (
             f"num_replicas: expected 1 to {_MOST_REPLICAS}, found {num_replicas}"
         )
-        result = self._play(plan, num_batches, num_replicas)
         allowance = self.limit_bytes
+        kind = (plan.degrees, frozenset((stage.module, stage.recompute) for stage in plan.stages))
+        if kind in self._overfull and plan.patches_in_flight is None and plan.tokens_in_flight is None:
+            plan = with_memory_caps(plan, self.costs, self.demand, allowance)
+        result = self._play(plan, num_batches, num_replicas)
+        if max(result.peak_bytes) > OVERFULL * self.limit_bytes:
+            self._overfull.add(kind)
         for _ in range(_CAP_ATTEMPTS):
             excess = max(result.peak_bytes) - self.limit_bytes
             if excess <= 0:
@@ -108,7 +122,8 @@ class Replayer:
         return result
 
     def _play(self, plan: Plan, num_batches: int, num_replicas: int) -> Replay:
-        slowest = []
+        """The batches, up to the first one that does not fit in memory."""
+        slowest: list[_Played] = []
         for batch in range(num_batches):
             mine = self._heaviest_replicas(plan, batch, num_replicas)
             try:
@@ -116,10 +131,12 @@ class Replayer:
             except (AssignmentError, ScheduleError) as error:
                 raise PlanError(f"memory: {error}") from error
             slowest.append(max(played, key=lambda one: one.seconds))
-        peak, parts = self._peak(plan, slowest)
+            peak, parts = self._peak(plan, slowest)
+            if max(peak) > self.limit_bytes:
+                break
         return Replay(
             plan=plan,
-            seconds=float(np.mean([one.seconds for one in slowest])),
+            batch_seconds=tuple(one.seconds for one in slowest),
             bubble_share=float(np.mean([one.bubble_share for one in slowest])),
             busy_share=tuple(float(share) for share in np.mean([one.busy_share for one in slowest], axis=0)),
             peak_bytes=peak,
@@ -173,7 +190,10 @@ class Replayer:
         peaks, all_parts = [], []
         for rank in range(plan.degrees.pipeline):
             highest = max(played, key=lambda one: one.parts[rank].sum() + one.recomputed[rank])
-            found = peak_parts(self.costs, plan, rank, highest.parts[rank], float(highest.recomputed[rank]))
+            key = (plan.degrees, tuple(stage for stage in plan.stages if stage.rank == rank))
+            if key not in self._static:
+                self._static[key] = static_parts(self.costs, plan, rank)
+            found = self._static[key] | moving_parts(highest.parts[rank], float(highest.recomputed[rank]))
             parts = {name: int(value) for name, value in found.items()}
             peaks.append(sum(parts.values()))
             all_parts.append({name: value for name, value in parts.items() if value})
@@ -229,9 +249,18 @@ def peak_parts(
         moving: [parts] in the order of `PARTS`, from `parts_at_peak`.
         recomputed: of the rank, from `recomputed_bytes`.
     """
+    return static_parts(costs, plan, rank) | moving_parts(moving, recomputed)
+
+
+def static_parts(costs: CostModel, plan: Plan, rank: int) -> dict[str, float]:
+    """What a pipeline rank holds all the time: bytes by name."""
     static = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages if stage.rank == rank]
-    parts = {name: sum(getattr(one, name) for one in static) for name in STATIC_PARTS}
-    return parts | dict(zip(PARTS, moving.tolist(), strict=True)) | {RECOMPUTED: recomputed}
+    return {name: sum(getattr(one, name) for one in static) for name in STATIC_PARTS}
+
+
+def moving_parts(moving: NDArray[np.float64], recomputed: float) -> dict[str, float]:
+    """The rest of `peak_parts`."""
+    return dict(zip(PARTS, moving.tolist(), strict=True)) | {RECOMPUTED: recomputed}
 
 
 def split_work(costs: CostModel, samples: SampleTable, plan: Plan) -> SampleWork:

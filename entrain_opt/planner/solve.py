@@ -90,7 +90,7 @@ def solve_plan(
     candidates = Candidates(instance, Replayer(costs, demand, options), draft)
     solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
     if options.method == "proportional":
-        outcomes = [candidates.outcome(solved, final=True)]
+        outcomes = [candidates.final_outcome(solved)]
     else:
         outcomes = candidates.search(solved, ranking, _baseline(instance, costs, demand, options))
     best = outcomes[0]

@@ -108,8 +108,8 @@ def _compute_bars(run: ReplicaRun, costs: BatchCosts, plan: Plan, rank: int) -> 
                 kind=f"{name} forward" if kind == 0 else f"{name} backward" if kind == 1 else "weight gradients",
                 label=label,
                 what=f"{plan.stages[stage].module}, microbatch {label}",
-                start=run.times.start[operation],
-                seconds=run.times.end[operation] - run.times.start[operation],
+                start=float(run.times.start[operation]),
+                seconds=float(run.times.end[operation] - run.times.start[operation]),
                 contents=contents,
             )
         )
@@ -121,9 +121,9 @@ def _arrows(run: ReplicaRun) -> tuple[Arrow, ...]:
     return tuple(
         Arrow(
             from_rank=graph.slot_rank[slot],
-            from_seconds=run.times.end[slot],
+            from_seconds=float(run.times.end[slot]),
             to_rank=graph.slot_rank[target],
-            to_seconds=run.times.start[target],
+            to_seconds=float(run.times.start[target]),
         )
         for encoder in range(shape.num_encoders)
         for slot in graph.slots_of_stage(shape.stages_of_encoder(encoder)[-1])
