@@ -24,9 +24,9 @@ WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 MOST_REPLAYS, FINALISTS = 16, 4
 #: Global batches, and heaviest replicas of each, that candidates and finalists are replayed on.
 FIRST_ROUND, FINAL_ROUND = (2, 1), (4, 2)
-#: A candidate slower than the fastest by more than this share on the first batch is not played on the second, and by
-#: more than that share on both is no finalist: the heaviest of few replicas differs more between batches.
-HOPELESS, LATE = 0.05, 0.1
+#: A candidate slower than the fastest by more than this share on the first batch is not played on the second, and on
+#: both it is no finalist: with as many replicas, which hold the same samples, and with another number of them.
+BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.05, 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +134,9 @@ class Candidates:
         found = self.outcome(ranked, batches=1, replicas=replicas)
         fastest = self._best() if self.outcomes else found
         if found.replay is not None:
-            if fastest.replay is not None and found.seconds > (1 + HOPELESS) * fastest.replay.batch_seconds[0]:
-                found = replace(found, scale=fastest.seconds / fastest.replay.batch_seconds[0])
+            first = fastest.replay.batch_seconds[0] if fastest.replay is not None else found.seconds
+            if found.seconds > _tolerated(found, fastest) * first:
+                found = replace(found, scale=fastest.seconds / first)
             else:
                 found = self.outcome(ranked, batches=batches, replicas=replicas, earlier=found.replay)
         self.outcomes[key] = found
@@ -192,6 +193,12 @@ class Candidates:
         return sorted(judged, key=lambda outcome: outcome.seconds)
 
 
+def _tolerated(outcome: Outcome, fastest: Outcome) -> float:
+    """How many times the fastest's seconds a candidate may take to be played on."""
+    alike = outcome.ranked.choice.data == fastest.ranked.choice.data
+    return 1 + (BEHIND if alike else BEHIND_WITH_OTHER_REPLICAS)
+
+
 def _best_of_each_kind(
     ordered: list[Outcome], count: int, baseline: Ranked | None
 ) -> tuple[list[Outcome], list[Outcome]]:
@@ -204,7 +211,8 @@ def _best_of_each_kind(
     kinds: set[tuple[object, ...]] = set()
     for outcome in ordered:
         kind = (outcome.ranked.choice.kind, outcome.ranked.ends)
-        new = kind not in kinds and len(chosen) < count and outcome.seconds <= (1 + LATE) * ordered[0].seconds
+        close = outcome.seconds <= _tolerated(outcome, ordered[0]) * ordered[0].seconds
+        new = kind not in kinds and len(chosen) < count and close
         fits = outcome.replay is not None and (new or outcome.ranked is baseline)
         (chosen if fits else rest).append(outcome)
         if fits:

@@ -30,8 +30,6 @@ from entrain_opt.workload.samples import SampleTable
 _CAP_ATTEMPTS = 4
 #: Replicas of a batch that may be asked for.
 _MOST_REPLICAS = 2
-#: Plans of the same degrees are capped at once where one without caps needed this many times the memory.
-OVERFULL = 1.2
 #: Names of what a peak is made up of, besides those of the simulator's `PARTS`.
 STATIC_PARTS, RECOMPUTED = ("weights", "gradients", "optimizer", "buffers"), "recomputed layer"
 
@@ -80,6 +78,7 @@ class Replayer:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
         self._static: dict[tuple[object, ...], dict[str, float]] = {}
+        #: Degrees and recompute for which a plan without caps did not fit: others of them get caps at once.
         self._overfull: set[tuple[object, ...]] = set()
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
         self._played: dict[tuple[object, ...], _Played] = {}
@@ -103,7 +102,7 @@ class Replayer:
         if kind in self._overfull and plan.patches_in_flight is None and plan.tokens_in_flight is None:
             plan = with_memory_caps(plan, self.costs, self.demand, allowance)
         result = self._play(plan, num_batches, num_replicas)
-        if max(result.peak_bytes) > OVERFULL * self.limit_bytes:
+        if max(result.peak_bytes) > self.limit_bytes:
             self._overfull.add(kind)
         for _ in range(_CAP_ATTEMPTS):
             excess = max(result.peak_bytes) - self.limit_bytes

@@ -11,6 +11,7 @@ from entrain_opt.errors import PlanError, WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.options import METHODS
+from entrain_opt.planner.table import plan_sentences
 from entrain_opt.spec import ClusterSpec
 
 ANALYTIC = PlanOptions(cost_model="analytic")
@@ -180,3 +181,20 @@ def test_bad_options_are_named(options, message):
 def test_no_samples_is_an_error():
     with pytest.raises(WorkloadError):
         solve(samples=SAMPLES.take(np.zeros(0, dtype=np.int64)))
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e-9])
+@pytest.mark.parametrize("method", ["cp-sat", "ilp-highs", "ilp-cbc"])
+def test_with_hardly_any_time_the_plan_holds_and_says_what_is_not_proved(method, limit):
+    plan = solve(4, method=method, pipeline_degree=4, time_limit_seconds=limit)
+    plan.check(num_layers={"vision": 12, "llm": 6})
+    assert max(plan.predicted.peak_bytes) <= ClusterSpec().memory_limit_bytes
+    best = solve(4, method="search", pipeline_degree=4).provenance.objective_seconds
+    proof = plan.provenance
+    assert proof.bound_seconds <= best <= proof.objective_seconds
+    said = next(line for line in plan_sentences(plan) if line.startswith(f"{method}: "))
+    gap = 1 - proof.bound_seconds / proof.objective_seconds
+    assert (proof.solver_status == "optimal") == (gap == 0)
+    assert said.startswith(f"{method}: optimal," if gap == 0 else f"{method}: not proven optimal, gap {gap:.1%},")
+    if method == "cp-sat" and limit < 1e-6:
+        assert gap > 0
