@@ -24,9 +24,11 @@ WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 MOST_REPLAYS, FINALISTS = 16, 4
 #: Global batches, and heaviest replicas of each, that candidates and finalists are replayed on.
 FIRST_ROUND, FINAL_ROUND = (2, 1), (4, 2)
-#: A candidate slower than the fastest by more than this share on the first batch is not played on the second, and on
-#: both it is no finalist: with as many replicas, which hold the same samples, and with another number of them.
+#: A candidate slower than the fastest by more than this share on the first batch is not played on the second: with as
+#: many replicas, which hold the same samples, and with another number of them.
 BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.05, 0.1
+#: Other degrees are judged on more batches if they are slower by at most this share on the first ones.
+WORTH_JUDGING = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +171,7 @@ class Candidates:
             if self._best() is best:
                 break
         ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
-        finalists, rest = _best_of_each_kind(ordered, FINALISTS, baseline)
+        finalists, rest = _finalists(ordered, baseline)
         judged = self._judge(finalists)
         winner = judged[0]
         first = next(o for o in ordered if o.ranked is winner.ranked)
@@ -199,22 +201,22 @@ def _tolerated(outcome: Outcome, fastest: Outcome) -> float:
     return 1 + (BEHIND if alike else BEHIND_WITH_OTHER_REPLICAS)
 
 
-def _best_of_each_kind(
-    ordered: list[Outcome], count: int, baseline: Ranked | None
-) -> tuple[list[Outcome], list[Outcome]]:
-    """The candidates to judge and all others.
+def _finalists(ordered: list[Outcome], baseline: Ranked | None) -> tuple[list[Outcome], list[Outcome]]:
+    """The candidates to judge, and all others, each fastest first.
 
-    Judged are the fastest that differ in more than the number of microbatches, if none is far behind, and the baseline.
+    Judged are the fastest of other degrees, then those of other layers, and the baseline. Where samples are giant, two
+    batches say little, and degrees differ more on others than layers do.
     """
-    chosen: list[Outcome] = []
-    rest: list[Outcome] = []
-    kinds: set[tuple[object, ...]] = set()
-    for outcome in ordered:
-        kind = (outcome.ranked.choice.kind, outcome.ranked.ends)
-        close = outcome.seconds <= _tolerated(outcome, ordered[0]) * ordered[0].seconds
-        new = kind not in kinds and len(chosen) < count and close
-        fits = outcome.replay is not None and (new or outcome.ranked is baseline)
-        (chosen if fits else rest).append(outcome)
-        if fits:
-            kinds.add(kind)
-    return chosen, rest
+    played = [outcome for outcome in ordered if outcome.replay is not None]
+    seen: dict[tuple[object, ...], Outcome] = {}
+    for outcome in played:
+        seen.setdefault(outcome.ranked.choice.kind, outcome)
+    close = [outcome for outcome in seen.values() if outcome.seconds <= (1 + WORTH_JUDGING) * ordered[0].seconds]
+    chosen = close[: FINALISTS - 1]
+    for outcome in played:
+        layers = {(one.ranked.choice.kind, one.ranked.ends) for one in chosen}
+        if len(chosen) < FINALISTS and (outcome.ranked.choice.kind, outcome.ranked.ends) not in layers:
+            chosen.append(outcome)
+    chosen += [outcome for outcome in played if outcome.ranked is baseline and outcome not in chosen]
+    judged = [outcome for outcome in ordered if outcome in chosen]
+    return judged, [outcome for outcome in ordered if outcome not in chosen]
