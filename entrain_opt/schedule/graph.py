@@ -4,7 +4,7 @@ Slot `i` has three operations: its forward `i`, its backward `num_slots + i` (wh
 weight gradients `2 * num_slots + i`. The slots of a stage follow each other, in the order of the units in
 `ReplicaWork`, so schedules, simulations and searches touch flat lists only.
 
-Price: O(stages * units) once per replica; nothing here depends on time.
+Price: O(stages * units) once per replica, in arrays; nothing here depends on time.
 """
 
 from __future__ import annotations
