@@ -78,7 +78,7 @@ def main() -> None:
                 peak = tracemalloc.get_traced_memory()[1]
                 tracemalloc.stop()
                 run = timeline.runs[0]
-                durations, transfer = run.seconds.operations(run.split).tolist(), run.seconds.transfer.tolist()
+                durations, transfer = run.seconds.operations(run.split), run.seconds.transfer
                 bare = best_milliseconds(partial(replay, run.graph, run.orders, durations, transfer), arguments.repeats)
                 actions = len(timeline.events)
                 print(f"{num_microbatches:>12} {'limited' if limited else 'unlimited':>9} {order:>12} {actions:>8} "

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frozen", type=_names, metavar="PART,...", help="parts that do not train")
     parser.add_argument("--precision", help="32-true, bf16-mixed or bf16-true (default with flags: bf16-mixed)")
     parser.add_argument("--method", help="cp-sat, ilp, ilp-highs, ilp-cbc, search or proportional")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the solver (default: 20)")
     parser.add_argument("--policy", help="of the assigner")
     parser.add_argument("--schedule", help="order that will run the plan")
     parser.add_argument("--tensor-degrees", type=_numbers, metavar="N,...", help="degrees to consider (default: 1)")
@@ -63,6 +64,8 @@ def asked_recipe(arguments: argparse.Namespace) -> Recipe:
         if not arguments.memory_gib > 0:
             raise RuntimeConfigError(f"--memory-gib: expected GiB above 0, found {arguments.memory_gib}.")
         changed["memory_bytes"] = int(arguments.memory_gib * GIB)
+    if arguments.time_limit is not None:
+        changed["time_limit_seconds"] = arguments.time_limit
     options = replace(recipe.options, **changed)
     try:
         options.check()

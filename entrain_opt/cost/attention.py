@@ -65,16 +65,14 @@ def both_ways_squares(lengths: ArrayLike, window: AttentionWindow | None) -> Flo
     return 2 * length**2 - length - attended_squares(length, window)
 
 
-def mean_squares(module: ModuleSpec, lengths: ArrayLike, layers: tuple[int, int] | None = None) -> FloatArray:
-    """[segments] mean of `attended_squares` over layers of a module; times their number it is their sum.
+def mean_squares(module: ModuleSpec, lengths: ArrayLike) -> FloatArray:
+    """[segments] mean of `attended_squares` over the layers of a module; times their number it is their sum.
 
     Args:
         module: whose windows count.
         lengths: [segments] patches or tokens.
-        layers: first and end of the layers; None takes all.
     """
-    first, end = layers or (0, module.num_layers)
     total = np.zeros(np.shape(lengths))
-    for kind, count in module.kind_counts(first, end):
+    for kind, count in module.kind_counts(0, module.num_layers):
         total = total + count * attended_squares(lengths, kind.window)
-    return total / max(end - first, 1)
+    return total / max(module.num_layers, 1)

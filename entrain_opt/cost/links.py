@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.spec.cluster import ClusterSpec
@@ -34,29 +34,18 @@ class Links:
             devices_per_node=cluster.devices_per_node,
         )
 
-    def between(self, degrees: ParallelDegrees, source: int, target: int) -> float:
-        """Bytes per second between two pipeline ranks."""
-        nodes = self._nodes(degrees)
-        ends = nodes[:, [source, target]].reshape(len(nodes), -1)
-        crosses = bool((ends != ends[:, :1]).any())
-        return self.network_bytes_per_second if crosses else self.link_bytes_per_second
+    def between(self, degrees: ParallelDegrees, source: ArrayLike, target: ArrayLike) -> NDArray[np.float64]:
+        """Bytes per second between pipeline ranks and as many others."""
+        nodes = nodes_of_ranks(degrees, self.devices_per_node)
+        ends = np.concatenate([nodes[:, np.asarray(source)], nodes[:, np.asarray(target)]], axis=-1)
+        crosses = (ends != ends[..., :1]).any(axis=(0, -1))
+        return np.where(crosses, self.network_bytes_per_second, self.link_bytes_per_second)
 
     def neighbours(self, degrees: ParallelDegrees) -> float:
         """Bytes per second of the slowest link between neighbouring pipeline ranks."""
-        nodes = self._nodes(degrees)
+        nodes = nodes_of_ranks(degrees, self.devices_per_node)
         crosses = bool((nodes[:, 1:, 0] != nodes[:, :-1, 1]).any())
         return self.network_bytes_per_second if crosses else self.link_bytes_per_second
-
-    def _nodes(self, degrees: ParallelDegrees) -> NDArray[np.int64]:
-        """[replicas, pipeline ranks, 2] nodes of the first and last device of each rank.
-
-        Replicas repeat their places within a node after at most `devices_per_node` of them, so no more are looked at.
-        """
-        widths = np.array(degrees.tensor_degrees)
-        first = np.cumsum(widths) - widths
-        replicas = degrees.replica_size * np.arange(min(degrees.data, self.devices_per_node))
-        ends = np.stack([first, first + widths - 1], axis=1)
-        return (replicas[:, None, None] + ends) // self.devices_per_node
 
     def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
         """Sum over the replicas on a ring for each place in a replica: ranks send 2 (d - 1) / d of the bytes."""
@@ -66,3 +55,15 @@ class Links:
         inside = degrees.world_size <= self.devices_per_node
         speed = self.link_bytes_per_second if inside else self.network_bytes_per_second
         return 2 * (replicas - 1) / replicas * num_bytes / speed + 2 * (replicas - 1) * self.latency_seconds
+
+
+def nodes_of_ranks(degrees: ParallelDegrees, devices_per_node: int) -> NDArray[np.int64]:
+    """[replicas, pipeline ranks, 2] nodes of the first and last device of each rank.
+
+    Replicas repeat their places within a node after at most `devices_per_node` of them, so no more are looked at.
+    """
+    widths = np.array(degrees.tensor_degrees)
+    first = np.cumsum(widths) - widths
+    replicas = degrees.replica_size * np.arange(min(degrees.data, devices_per_node))
+    ends = np.stack([first, first + widths - 1], axis=1)
+    return (replicas[:, None, None] + ends) // devices_per_node

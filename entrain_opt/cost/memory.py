@@ -79,16 +79,8 @@ def stage_bytes(
     reduced: bool,
     tensor: int = 1,
 ) -> StaticBytes:
-    """What a device of a stage with these layers holds all the time, embeddings, projector or head included.
-
-    A tied head that is not on the stage of the embedding is a second copy of it.
-    """
-    first, end = layers
-    _, entry, exit_ = held_parameters(module, tensor)
-    body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
-    output = exit_ if end == module.num_layers else 0.0
-    if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
-        output += entry
+    """What a device of a stage with these layers holds all the time, embeddings, projector or head included."""
+    body, output = stage_parameters(model, module, layers, tensor)
     return parameter_bytes(body, trained=module.trained, precision=precision, reduced=reduced) + parameter_bytes(
         output, trained=module.output_trained, precision=precision, reduced=reduced
     )
@@ -100,12 +92,25 @@ def held_parameters(module: ModuleSpec, tensor: int = 1) -> tuple[float, float, 
     return module.layer_parameters / tensor, entry, module.output_parameters / tensor
 
 
-def trained_parameters(module: ModuleSpec, layers: tuple[int, int], tensor: int = 1) -> float:
-    """Parameters of a stage that train: what a device reduces and steps."""
+def stage_parameters(
+    model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], tensor: int = 1
+) -> tuple[float, float]:
+    """Parameters that a device of a stage holds: of its layers and embedding, and of its projector or head.
+
+    A tied head that is not on the stage of the embedding is a second copy of it, which is reduced and stepped as well.
+    """
     first, end = layers
     _, entry, exit_ = held_parameters(module, tensor)
     body = module.parameters_of_layers(first, end) / tensor + (entry if first == 0 else 0.0)
     output = exit_ if end == module.num_layers else 0.0
+    if end == module.num_layers and first > 0 and module.vocabulary_size and model.tied_embeddings:
+        output += entry
+    return body, output
+
+
+def trained_parameters(model: ModelSpec, module: ModuleSpec, layers: tuple[int, int], tensor: int = 1) -> float:
+    """Parameters of a stage that train: what a device reduces and steps."""
+    body, output = stage_parameters(model, module, layers, tensor)
     return body * module.trained + output * module.output_trained
 
 
@@ -127,20 +132,20 @@ def layer_activation_bytes(
     attention = rotated * (query + key_value) + key_value + query
     feed_forward = (4 if module.gated_mlp else 2) * inner
     # Norms are computed in float32 under every precision; so is the log-sum of each head.
-    divided = 4.0 * module.num_attention_heads + precision.activation_bytes * (attention + feed_forward)
+    divided = 4.0 * module.num_attention_heads + precision.compute_bytes * (attention + feed_forward)
     return replicated_layer_bytes(module) + divided / tensor
 
 
 def input_activation_bytes(module: ModuleSpec, precision: Precision) -> float:
     """Bytes per patch or token that the embedding keeps: the patches themselves, or the ids."""
-    return float(module.input_width * precision.activation_bytes) if module.input_width else 8.0
+    return float(module.input_width * precision.compute_bytes) if module.input_width else 8.0
 
 
 def output_activation_bytes(module: ModuleSpec, llm: ModuleSpec, precision: Precision) -> float:
     """Bytes that the projector keeps per media token, or the head per label token besides its logits."""
     if module.vocabulary_size:
         return 4.0 * 2 * module.hidden_size
-    return float(precision.activation_bytes * (2 * module.hidden_size + 3 * llm.hidden_size))
+    return float(precision.compute_bytes * (2 * module.hidden_size + 3 * llm.hidden_size))
 
 
 def logit_bytes(llm: ModuleSpec, precision: Precision) -> float:

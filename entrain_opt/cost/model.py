@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from entrain_opt.assignment import BatchCosts, StageCosts
 from entrain_opt.cost import memory
+from entrain_opt.cost.alike import AlikeStages
 from entrain_opt.cost.analytic import MESSAGE_LATENCY_SECONDS, analytic_costs
 from entrain_opt.cost.attention import mean_squares
 from entrain_opt.cost.features import ItemFeatures, encoder_of_media, module_features
@@ -30,9 +31,6 @@ from entrain_opt.spec.model import ModelSpec, ModuleSpec
 from entrain_opt.workload.samples import SampleTable
 
 FloatArray = NDArray[np.float64]
-
-#: The AdamW step reads weight, gradient and two moments and writes all but the gradient.
-_STEP_VALUES = 7
 
 
 class CostModel:
@@ -63,7 +61,7 @@ class CostModel:
         self.source = "analytic" if measured is None else "measured"
         device = cluster.device_spec
         latency, self.action_seconds = MESSAGE_LATENCY_SECONDS, 2 * device.kernel_launch_seconds
-        self.step_seconds_per_parameter = _STEP_VALUES * self.precision.weight_bytes / device.memory_bytes_per_second
+        self.step_seconds_per_parameter = self.precision.step_bytes / device.memory_bytes_per_second
         self.modules: dict[str, ModuleCosts] = {}
         self._divided: dict[tuple[str, int], ModuleCosts] = {}
         if measured is None:
@@ -234,7 +232,7 @@ class CostModel:
         features = module_features(samples, self.model)
         encoder_seconds, llm_seconds = self.module_seconds(samples, plan)
         specs = [self.model.module(stage.module) for stage in plan.stages]
-        numbers = range(len(plan.stages))
+        alike = AlikeStages(self.model, plan)
 
         def items(i: int, backward: bool) -> FloatArray:
             spec, how = specs[i], self._how(plan, i)
@@ -245,24 +243,20 @@ class CostModel:
 
         stages = StageCosts(
             num_encoder_stages=plan.pipeline_shape.num_encoder_stages,
-            forward_seconds=tuple(items(i, False) for i in numbers),
-            backward_seconds=tuple(items(i, True) for i in numbers),
-            weight_gradient_share=tuple(self._weight_share(plan, i, features) for i in numbers),
-            forward_fixed_seconds=tuple(fixed(i, False) for i in numbers),
-            backward_fixed_seconds=tuple(fixed(i, True) for i in numbers),
-            send_seconds=tuple(self._send_seconds(plan, i, features) for i in numbers),
+            forward_seconds=alike.each(lambda i: items(i, False)),
+            backward_seconds=alike.each(lambda i: items(i, True)),
+            weight_gradient_share=alike.each(lambda i: self._weight_share(plan, i, features)),
+            forward_fixed_seconds=alike.each(lambda i: fixed(i, False)),
+            backward_fixed_seconds=alike.each(lambda i: fixed(i, True)),
+            send_seconds=self._send_seconds(plan, features),
             send_fixed_seconds=self.links.latency_seconds,
-            reduce_seconds=tuple(self.reduce_seconds(plan, i) for i in numbers),
-            step_seconds=tuple(
-                memory.trained_parameters(specs[i], plan.stages[i].layers, plan.degrees.tensor_of(plan.stages[i].rank))
-                * self.step_seconds_per_parameter
-                for i in numbers
+            reduce_seconds=alike.each(lambda i: self.reduce_seconds(plan, i)),
+            step_seconds=alike.each(lambda i: self._trained_parameters(plan, i) * self.step_seconds_per_parameter),
+            weight_bytes=alike.each(lambda i: self.static_bytes(plan.stages[i], plan.degrees).total),
+            activation_bytes=alike.each(
+                lambda i: self.activation_bytes(plan.stages[i], samples, self._how(plan, i)["tensor"])
             ),
-            weight_bytes=tuple(self.static_bytes(stage, plan.degrees).total for stage in plan.stages),
-            activation_bytes=tuple(
-                self.activation_bytes(stage, samples, plan.degrees.tensor_of(stage.rank)) for stage in plan.stages
-            ),
-            output_bytes=tuple(self._output_width(plan.stages[i]) for i in numbers),
+            output_bytes=alike.each(lambda i: self._output_width(plan.stages[i])),
             logit_bytes=self.logit_bytes(plan.degrees.tensor_of(plan.stages[-1].rank)),
         )
         return BatchCosts(
@@ -293,17 +287,22 @@ class CostModel:
         """Sum of a stage's gradients over the replicas, and of a tied embedding over its two holders."""
         spec = self.model.module(plan.stages[stage].module)
         tensor = plan.degrees.tensor_of(plan.stages[stage].rank)
-        trained = memory.trained_parameters(spec, plan.stages[stage].layers, tensor)
-        seconds = self.links.all_reduce_seconds(plan.degrees, trained * self.precision.gradient_bytes)
+        num_bytes = self._trained_parameters(plan, stage) * self.precision.gradient_bytes
+        seconds = self.links.all_reduce_seconds(plan.degrees, num_bytes)
         llm_stages = [i for i, other in enumerate(plan.stages) if other.module == spec.name]
         ends = {llm_stages[0], llm_stages[-1]}
         if self.model.tied_embeddings and spec.vocabulary_size and spec.trained and len(ends) == 2 and stage in ends:
             ranks = [plan.stages[end].rank for end in sorted(ends)]
-            speed = self.links.between(plan.degrees, *ranks)
+            speed = float(self.links.between(plan.degrees, *ranks))
             seconds += (
                 spec.input_parameters / tensor * self.precision.gradient_bytes / speed + self.links.latency_seconds
             )
         return seconds
+
+    def _trained_parameters(self, plan: Plan, stage: int) -> float:
+        held = plan.stages[stage]
+        module, tensor = self.model.module(held.module), plan.degrees.tensor_of(held.rank)
+        return memory.trained_parameters(self.model, module, held.layers, tensor)
 
     def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> memory.StaticBytes:
         """Weights, gradients, optimizer state and reduction buffer of a stage, on one device."""
@@ -344,20 +343,26 @@ class CostModel:
         width = self.model.llm.hidden_size if last_of_encoder else module.hidden_size
         return float(width * self.precision.weight_bytes)
 
-    def _send_seconds(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> FloatArray:
-        stage = plan.stages[index]
-        item = features[stage.module]
-        if index == len(plan.stages) - 1:
-            return np.zeros(len(item.tokens))
-        target = plan.stages[index + 1]
-        amount = item.tokens
-        if stage.module != self.model.llm.name and target.module != stage.module:
-            target = next(other for other in plan.stages if other.module == self.model.llm.name)
-            amount = item.outputs
-        if target.rank == stage.rank:
-            return np.zeros(len(item.tokens))
-        speed = self.links.between(plan.degrees, stage.rank, target.rank)
-        return amount * item.present * (self._output_width(stage) / speed)
+    def _send_seconds(self, plan: Plan, features: dict[str, ItemFeatures]) -> tuple[FloatArray, ...]:
+        """Of each stage, [items]; one object for stages that send as much at the same speed."""
+        stages, llm = plan.stages, self.model.llm.name
+        first_llm = next(stage for stage in stages if stage.module == llm)
+        leaves = [i + 1 < len(stages) and stages[i + 1].module != s.module != llm for i, s in enumerate(stages)]
+        targets = [
+            first_llm if out else following for out, following in zip(leaves, (*stages[1:], stages[-1]), strict=True)
+        ]
+        ends = [stage.rank for stage in stages], [target.rank for target in targets]
+        speeds = self.links.between(plan.degrees, *ends)
+        known: dict[tuple[str, bool, float], FloatArray] = {}
+        result = []
+        for stage, out, source, target, speed in zip(stages, leaves, *ends, speeds.tolist(), strict=True):
+            key = (stage.module, out, np.inf if source == target else speed)
+            if key not in known:
+                item = features[stage.module]
+                amount = item.outputs if out else item.tokens
+                known[key] = amount * item.present * (self._output_width(stage) / key[2])
+            result.append(known[key])
+        return tuple(result)
 
     def _weight_share(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> float:
         """Part of a stage's backward that computes weight gradients and nothing that another stage waits for."""

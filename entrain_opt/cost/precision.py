@@ -18,8 +18,7 @@ class Precision:
         copy_bytes: a parameter's copy in the compute type, made for each pass (autocast).
         gradient_bytes: a gradient.
         optimizer_bytes: AdamW's state of one parameter, and its float32 master if there is one.
-        activation_bytes: a value that a matrix product leaves for its backward.
-        compute_bytes: a value that matrix products take.
+        compute_bytes: a value that matrix products take, and leave for their backward.
     """
 
     name: str
@@ -27,8 +26,15 @@ class Precision:
     copy_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    activation_bytes: int
     compute_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """What AdamW moves per parameter: gradients are read, its state is read and written, and so are weights.
+
+        A weight beside a float32 master, which is part of the state, is written from it; counted like the others.
+        """
+        return self.gradient_bytes + 2 * self.optimizer_bytes + 2 * self.weight_bytes
 
 
 def _precision(name: str, weight: int, copy: int, gradient: int, optimizer: int, compute: int) -> Precision:
@@ -38,7 +44,6 @@ def _precision(name: str, weight: int, copy: int, gradient: int, optimizer: int,
         copy_bytes=copy,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
-        activation_bytes=compute,
         compute_bytes=compute,
     )
 

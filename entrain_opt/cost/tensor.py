@@ -73,15 +73,25 @@ def divided_costs(
 
 
 def tensor_degrees(model: ModelSpec, module: ModuleSpec, degrees: tuple[int, ...], devices_per_node: int) -> list[int]:
-    """The degrees that a module's heads and inner width, and a node's devices, can be divided by.
+    """The degrees that a module's heads and widths, and a node's devices, can be divided by."""
+    sizes = _divided_sizes(model, module, devices_per_node)
+    return [degree for degree in degrees if all(size % degree == 0 for size in sizes.values())]
 
-    An encoder's must divide the language model's hidden size as well: its projector is split.
-    """
-    sizes = (
-        module.num_attention_heads,
-        module.num_key_value_heads,
-        module.intermediate_size,
-        model.llm.hidden_size,
-        devices_per_node,
+
+def tensor_rule(model: ModelSpec, module: ModuleSpec, devices_per_node: int) -> str:
+    """What a tensor degree of a module must divide, with its numbers, for errors."""
+    sizes = _divided_sizes(model, module, devices_per_node)
+    return f"tensor degrees of module {module.name} must divide " + ", ".join(
+        f"{name} ({size})" for name, size in sizes.items()
     )
-    return [degree for degree in degrees if all(size % degree == 0 for size in sizes)]
+
+
+def _divided_sizes(model: ModelSpec, module: ModuleSpec, devices_per_node: int) -> dict[str, int]:
+    """In words -> size. The language model's width counts for encoders as well: their projector is split."""
+    return {
+        "its heads": module.num_attention_heads,
+        "its key-value heads": module.num_key_value_heads,
+        "its inner width": module.intermediate_size,
+        "the language model's width": model.llm.hidden_size,
+        "the devices of a node": devices_per_node,
+    }

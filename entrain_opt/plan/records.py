@@ -122,7 +122,7 @@ class Provenance:
     input_hash: str = ""
     """Changes when the model, data statistics, cluster or options change."""
     num_dropped: int = 0
-    """Choices that a bound excluded before the solver."""
+    """Choices left out before the solver, which do not fit or cannot be faster."""
     candidates: tuple[dict[str, Any], ...] = ()
     """The chosen one and the runners-up: degrees, stages, microbatches, predicted seconds, and why they lost."""
     stability: dict[str, Any] | None = None

@@ -4,7 +4,7 @@ Variables: which choice (data degree, pipeline degree, microbatches), and per mo
 layers lie on ranks up to this one. A rank may hold the end of one module and the beginning of the next, where the
 choice lets them share one; with one rank they always do. Constraints: every rank of the chosen pipeline holds a
 layer, a module starts where the one before is complete, and no rank exceeds its memory. Objective: the predicted ticks
-of `space.py`.
+of `estimates.py`.
 
 The dynamic program's answer goes in as a hint and as an upper bound, and choices whose lower bound is not below it are
 left out, so that mostly the proof is left to do. Promise: the optimum with status `optimal` and gap 0, or an answer not

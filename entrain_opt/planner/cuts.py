@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 
 from entrain_opt.cost import CostModel
 from entrain_opt.plan import Plan
-from entrain_opt.planner.demand import sample_columns
+from entrain_opt.planner.demand import PIECES, sample_columns
 from entrain_opt.planner.proportional import allocate_ranks
 from entrain_opt.workload.samples import SampleTable
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-_PIECES = ("input", "layer", "output")
 
 
 def fastest_slowest(prefix: FloatArray, most_ranks: int) -> FloatArray:
@@ -54,15 +53,17 @@ class Cuts:
             stage = first[module.name]
             tensor = plan.degrees.tensor_of(stage.rank)
             found = sample_columns(samples, costs, tensor=tensor, recompute=stage.recompute)
-            columns += [found[f"{module.name} {piece}"] for piece in _PIECES]
+            columns += [found[f"{module.name} {piece}"] for piece in PIECES]
         #: [N, 3 * modules] seconds of each sample: embedding, one layer, and projector or head of every module.
         self.values = np.stack(columns, axis=1)
-        layers = np.zeros(self.num_ranks, dtype=np.int64)
+        starts = dict(zip([m.name for m in self.modules], np.cumsum([0, *self.num_layers[:-1]]), strict=True))
+        #: [stages, 2] positions of each stage in the chain of all modules' layers, and [stages, ranks] where it lies.
+        self.positions = np.array([starts[stage.module] + np.array(stage.layers) for stage in plan.stages])
+        self.on_rank = np.zeros((len(plan.stages), self.num_ranks))
         ranks_of: dict[str, set[int]] = {}
-        for stage in plan.stages:
-            layers[stage.rank] += stage.num_layers
+        for index, stage in enumerate(plan.stages):
+            self.on_rank[index, stage.rank] = 1.0
             ranks_of.setdefault(stage.module, set()).add(stage.rank)
-        self.ends = np.cumsum(layers)
         self.ranks = [len(ranks_of[module.name]) for module in self.modules]
         self.shares = sum(self.ranks) > self.num_ranks
         #: Modules of different tensor degrees keep their ranks: another number would need other devices.
@@ -70,8 +71,10 @@ class Cuts:
 
     def draw(self, generator: np.random.Generator, size: int, count: int) -> FloatArray:
         """[count, 3 * modules] sums over random batches."""
-        rows = generator.integers(len(self.values), size=(count, size))
-        return np.stack([self.values[row].sum(axis=0) for row in rows])
+        num_samples = len(self.values)
+        # How often each sample is in a batch; a batch at a time, so that little memory is touched.
+        times = [np.bincount(generator.integers(num_samples, size=size), minlength=num_samples) for _ in range(count)]
+        return np.asarray(np.stack(times) @ self.values)
 
     def module_seconds(self, sums: FloatArray) -> FloatArray:
         """[trials, modules] seconds of whole modules."""
@@ -85,13 +88,16 @@ class Cuts:
         return [allocate_ranks(work, self.num_ranks, self.num_layers) for work in self.module_seconds(sums)]
 
     def regrets(self, sums: FloatArray) -> FloatArray:
-        """[trials] how much slower the plan's slowest rank is than that of the best cut of its kind, as a share."""
+        """[trials] how much slower the plan's slowest rank is than that of the best cut of its kind, as a share.
+
+        A cut gives every rank neighbouring layers. A plan need not, and may be a little faster: below 0.
+        """
         if self.num_ranks == 1:
             return np.zeros(len(sums))
         chains = [self._layers(sums, index) for index in range(len(self.modules))]
         prefix = _prefix(np.concatenate(chains, axis=1))
-        ends = prefix[:, self.ends]
-        mine = np.diff(np.concatenate([np.zeros((len(sums), 1)), ends], axis=1), axis=1).max(axis=1)
+        stages = prefix[:, self.positions[:, 1]] - prefix[:, self.positions[:, 0]]
+        mine = (stages @ self.on_rank).max(axis=1)
         if self.shares:
             best = fastest_slowest(prefix, self.num_ranks)[self.num_ranks]
         else:

@@ -18,7 +18,8 @@ from entrain_opt.workload.statistics import global_batch_statistics
 
 #: Global batches drawn for the means.
 NUM_BATCHES = 16
-_PIECES = ("input", "layer", "output")
+#: What a module is made up of, in the order of the chain; each of its layers is a `layer`.
+PIECES = ("input", "layer", "output")
 _AMOUNTS = ("amount", "outputs")
 
 
@@ -108,7 +109,7 @@ class Demand:
             largest = np.take_along_axis(self.rows, by[self.rows].argmax(axis=1)[:, None], axis=1)
             return Load(total=float(times @ column), largest=float(column[largest].mean()), worst=float(column.max()))
 
-        return ModuleDemand(amount=base.amount, outputs=base.outputs, **{piece: load(piece) for piece in _PIECES})
+        return ModuleDemand(amount=base.amount, outputs=base.outputs, **{piece: load(piece) for piece in PIECES})
 
 
 def estimate_demand(
@@ -137,7 +138,7 @@ def estimate_demand(
 
     return Demand(
         modules=tuple(
-            ModuleDemand(**{piece: load(module.name, piece) for piece in _PIECES + _AMOUNTS})
+            ModuleDemand(**{piece: load(module.name, piece) for piece in PIECES + _AMOUNTS})
             for module in costs.model.modules
         ),
         samples=samples,

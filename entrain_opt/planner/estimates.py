@@ -91,6 +91,8 @@ class Estimator:
         for index, module in enumerate(self.modules):
             load, fixed = self.load(index, layout), self._fixed_seconds(index, layout)
             held = memory.held_parameters(module, layout.tensor[index])
+            if module.vocabulary_size and self.costs.model.tied_embeddings and pipeline > 1:
+                held = (held[0], held[1], held[2] + held[1])  # The head's copy of the embedding.
             trains = (module.trained, module.trained, module.output_trained)
             for piece, one in enumerate((load.layer, load.input, load.output)):
                 mean = one.total / (data * counts)

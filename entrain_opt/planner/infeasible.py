@@ -32,6 +32,11 @@ def explain_infeasible(instance: Instance, costs: CostModel, demand: Demand, opt
     if closest is None:
         return PlanError(f"plan: {costs.model.name} cannot be cut into any allowed number of pipeline ranks.")
     choice, partition = closest
+    if partition.ticks <= instance.limit_mib:
+        # Only the paper's rule passes by a partition that fits: its split of the ranks is given.
+        return PlanError(
+            "method: the proportional split of the ranks fits nowhere, another split does. Use method cp-sat."
+        )
     needs = instance.memory_mib(choice, partition.ends)
     rank = int(np.argmax(needs))
     stages = instance.stages(partition.ends, choice)
@@ -75,8 +80,11 @@ def feasible_changes(costs: CostModel, demand: Demand, options: PlanOptions) -> 
         if not ranking:
             continue
         choice = ranking[0].choice
-        tensor = f", tensor={'/'.join(map(str, choice.tensor))}" if choice.tensor else ""
-        found.append(f"{words} (data={choice.data}, pipeline={choice.pipeline}{tensor})")
+        # Training refuses tensor degrees above 1 so far.
+        tensor, only = f", tensor={'/'.join(map(str, choice.tensor))}", " (to plan with only)"
+        if not choice.tensor:
+            tensor = only = ""
+        found.append(f"{words} (data={choice.data}, pipeline={choice.pipeline}{tensor}){only}")
         if len(found) == 3:
             break
     return found

@@ -68,8 +68,10 @@ class Choice:
 
     def borders(self, module_starts: tuple[int, ...]) -> dict[int, int]:
         """Rank -> chain position where it must end, for the modules' fixed numbers of ranks."""
+        if not self.ranks:
+            return {}
         last = np.cumsum(self.ranks)[:-1] - 1
-        return {int(rank): start for rank, start in zip(last, module_starts[1:], strict=bool(self.ranks))}
+        return {int(rank): start for rank, start in zip(last, module_starts[1:], strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,7 @@ class Instance:
         limit_mib: memory of one rank.
         tick_seconds: seconds of one tick.
         one_in_flight: memory was counted with one microbatch in flight only; the schedule must be throttled.
-        num_dropped: choices left out because no partition of them can be faster than the best of these.
+        num_dropped: choices left out, which do not fit or cannot be faster than the best of these.
     """
 
     modules: tuple[str, ...]
@@ -160,10 +162,14 @@ class Instance:
         sums[chain.empty] = IMPOSSIBLE
         return sums
 
+    def apart(self, costs: IntArray) -> IntArray:
+        """[n + 1, n + 1] `costs`, with IMPOSSIBLE where a rank would hold layers of two modules."""
+        return np.where(self._chain.shared, IMPOSSIBLE, costs)
+
     def all_rank_costs(self, choice: Choice, seconds: IntArray, *, shares: bool) -> list[IntArray]:
         """Per rank `seconds`, with IMPOSSIBLE where it would be out of memory or share modules that it may not."""
         if not shares:
-            seconds = np.where(self._chain.shared, IMPOSSIBLE, seconds)
+            seconds = self.apart(seconds)
         costs: dict[PartTicks, IntArray] = {}
         for part in choice.mib:
             if part not in costs:

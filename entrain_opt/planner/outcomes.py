@@ -62,7 +62,7 @@ def _describe(outcome: Outcome, best: Outcome, instance: Instance) -> dict[str, 
     entry = _entry(outcome.ranked, instance)
     if outcome.replay is None:
         return {**entry, "predicted_seconds": None, "outcome": f"cannot run: {outcome.failure}"}
-    entry["predicted_seconds"] = outcome.replay.seconds
+    entry["predicted_seconds"] = outcome.seconds
     if outcome is best:
         return {**entry, "outcome": "chosen", "busy_share": list(outcome.replay.busy_share)}
     return {**entry, "outcome": _why(outcome, best)}
@@ -78,7 +78,7 @@ def _why(outcome: Outcome, best: Outcome) -> str:
     """By how much a candidate is slower, and whether its slowest rank computes more or waits more."""
     assert outcome.replay is not None
     assert best.replay is not None
-    seconds, fastest = outcome.replay.seconds, best.replay.seconds
+    seconds, fastest = outcome.seconds, best.seconds
     if seconds <= fastest:
         return f"not slower on the first batches only ({format_seconds(seconds)} replayed)"
     said = f"{seconds / fastest - 1:.1%} slower ({format_seconds(seconds)} replayed): its busiest rank"

@@ -30,7 +30,8 @@ from entrain_opt.workload.samples import SampleTable
 _CAP_ATTEMPTS = 4
 #: Replicas of a batch that may be asked for.
 _MOST_REPLICAS = 2
-RECOMPUTED = "recomputed layer"
+#: Names of what a peak is made up of, besides those of the simulator's `PARTS`.
+STATIC_PARTS, RECOMPUTED = ("weights", "gradients", "optimizer", "buffers"), "recomputed layer"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +40,24 @@ class Replay:
 
     Attributes:
         plan: with memory caps, where they are needed.
-        seconds: mean over batches of the slowest replica's iteration.
+        batch_seconds: of each batch, the slowest replica's iteration.
         bubble_share: mean idle share of the ranks.
         busy_share: per pipeline rank, share of the iteration spent computing.
         peak_bytes: per pipeline rank, the highest over batches.
         peak_parts: what makes it up.
-        microbatches: most that any replica used.
     """
 
     plan: Plan
-    seconds: float
+    batch_seconds: tuple[float, ...]
     bubble_share: float
     busy_share: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     peak_parts: tuple[dict[str, int], ...]
-    microbatches: int
+
+    @property
+    def seconds(self) -> float:
+        """Mean over the batches."""
+        return float(np.mean(self.batch_seconds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +69,6 @@ class _Played:
     busy_share: NDArray[np.float64]
     parts: NDArray[np.float64]
     recomputed: NDArray[np.float64]
-    microbatches: int
 
 
 class Replayer:
@@ -74,6 +77,9 @@ class Replayer:
     def __init__(self, costs: CostModel, demand: Demand, options: PlanOptions) -> None:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
+        self._static: dict[tuple[object, ...], dict[str, float]] = {}
+        #: Degrees and recompute for which a plan without caps did not fit: others of them get caps at once.
+        self._overfull: set[tuple[object, ...]] = set()
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
         self._played: dict[tuple[object, ...], _Played] = {}
 
@@ -83,13 +89,21 @@ class Replayer:
         Args:
             plan: without memory caps, which are added if it needs them, or with those of an earlier replay.
             num_batches: global batches.
-            num_replicas: of each batch, the heaviest ones.
+            num_replicas: of each batch, the heaviest ones; at most 2.
 
         Raises:
             PlanError: it does not fit in memory, or cannot be scheduled.
         """
-        result = self._play(plan, num_batches, num_replicas)
+        assert 1 <= num_replicas <= _MOST_REPLICAS, (
+            f"num_replicas: expected 1 to {_MOST_REPLICAS}, found {num_replicas}"
+        )
         allowance = self.limit_bytes
+        kind = (plan.degrees, frozenset((stage.module, stage.recompute) for stage in plan.stages))
+        if kind in self._overfull and plan.patches_in_flight is None and plan.tokens_in_flight is None:
+            plan = with_memory_caps(plan, self.costs, self.demand, allowance)
+        result = self._play(plan, num_batches, num_replicas)
+        if max(result.peak_bytes) > self.limit_bytes:
+            self._overfull.add(kind)
         for _ in range(_CAP_ATTEMPTS):
             excess = max(result.peak_bytes) - self.limit_bytes
             if excess <= 0:
@@ -107,7 +121,8 @@ class Replayer:
         return result
 
     def _play(self, plan: Plan, num_batches: int, num_replicas: int) -> Replay:
-        slowest, everyone = [], []
+        """The batches, up to the first one that does not fit in memory."""
+        slowest: list[_Played] = []
         for batch in range(num_batches):
             mine = self._heaviest_replicas(plan, batch, num_replicas)
             try:
@@ -115,22 +130,22 @@ class Replayer:
             except (AssignmentError, ScheduleError) as error:
                 raise PlanError(f"memory: {error}") from error
             slowest.append(max(played, key=lambda one: one.seconds))
-            everyone += played
-        peak, parts = self._peak(plan, slowest)
+            peak, parts = self._peak(plan, slowest)
+            if max(peak) > self.limit_bytes:
+                break
         return Replay(
             plan=plan,
-            seconds=float(np.mean([one.seconds for one in slowest])),
+            batch_seconds=tuple(one.seconds for one in slowest),
             bubble_share=float(np.mean([one.bubble_share for one in slowest])),
             busy_share=tuple(float(share) for share in np.mean([one.busy_share for one in slowest], axis=0)),
             peak_bytes=peak,
             peak_parts=parts,
-            microbatches=max(one.microbatches for one in everyone),
         )
 
     def _heaviest_replicas(self, plan: Plan, batch: int, count: int) -> list[SampleTable]:
         data = plan.degrees.data
-        tensor = tuple(plan.degrees.tensor_of(stage.rank) for stage in plan.stages)
-        key = (batch, data, tuple(stage.module for stage in plan.stages), tensor)
+        stages = tuple((stage.module, plan.degrees.tensor_of(stage.rank), stage.recompute) for stage in plan.stages)
+        key = (batch, data, stages)
         if key not in self._heaviest:
             samples = self.demand.samples.take(self.demand.rows[batch])
             rows = [np.arange(len(samples))]
@@ -151,9 +166,8 @@ class Replayer:
                 seconds=timeline.makespan_seconds,
                 bubble_share=timeline.bubble_share,
                 busy_share=timeline.busy_seconds[0] / max(timeline.makespan_seconds, 1e-12),
-                parts=np.stack([_parts_at_peak(curve.parts) for curve in timeline.memory[0]]),
-                recomputed=self._recomputed_bytes(plan, costs, assignment),
-                microbatches=int(assignment.num_microbatches.max()),
+                parts=np.stack([parts_at_peak(curve.parts) for curve in timeline.memory[0]]),
+                recomputed=recomputed_bytes(self.costs, plan, costs, assignment)[0],
             )
         return self._played[key]
 
@@ -168,47 +182,84 @@ class Replayer:
             schedule=plan.schedule,
             effort="least",  # Many plans are compared; training itself searches longer.
         )
-        trained = [
-            self.costs.model.module(stage.module).trained or self.costs.model.module(stage.module).output_trained
-            for stage in plan.stages
-        ]
+        trained = [self.costs.model.module(stage.module).anything_trained for stage in plan.stages]
         return simulate(costs, assignment, shape, schedule=plan.schedule, trained_stages=trained), assignment
-
-    def _recomputed_bytes(self, plan: Plan, costs: BatchCosts, assignment: Assignment) -> NDArray[np.float64]:
-        """[ranks] the layer that a stage with recompute holds whole while its largest microbatch runs backward."""
-        held = np.zeros(plan.degrees.pipeline)
-        tokens = np.bincount(assignment.llm_microbatch, weights=costs.tokens)
-        amounts_of = {"llm": tokens}
-        for encoder, name in enumerate(plan.encoder_modules):
-            mine = (assignment.encoder_microbatch >= 0) & (costs.encoder_index == encoder)
-            amounts_of[name] = np.bincount(assignment.encoder_microbatch[mine], weights=costs.patches[mine])
-        for stage in plan.stages:
-            if stage.recompute:
-                amounts = amounts_of[stage.module]
-                per_unit = self.costs.layer_bytes(stage, plan.degrees.tensor_of(stage.rank))
-                held[stage.rank] = max(held[stage.rank], per_unit * amounts.max(initial=0.0))
-        return held
 
     def _peak(self, plan: Plan, played: list[_Played]) -> tuple[tuple[int, ...], tuple[dict[str, int], ...]]:
         peaks, all_parts = [], []
         for rank in range(plan.degrees.pipeline):
             highest = max(played, key=lambda one: one.parts[rank].sum() + one.recomputed[rank])
-            parts = dict.fromkeys(("weights", "gradients", "optimizer", "buffers"), 0)
-            for stage in plan.stages:
-                if stage.rank == rank:
-                    static = self.costs.static_bytes(stage, plan.degrees)
-                    for name in parts:
-                        parts[name] += int(getattr(static, name))
-            parts |= {name: int(value) for name, value in zip(PARTS, highest.parts[rank], strict=True)}
-            parts[RECOMPUTED] = int(highest.recomputed[rank])
+            key = (plan.degrees, tuple(stage for stage in plan.stages if stage.rank == rank))
+            if key not in self._static:
+                self._static[key] = static_parts(self.costs, plan, rank)
+            found = self._static[key] | moving_parts(highest.parts[rank], float(highest.recomputed[rank]))
+            parts = {name: int(value) for name, value in found.items()}
             peaks.append(sum(parts.values()))
             all_parts.append({name: value for name, value in parts.items() if value})
         return tuple(peaks), tuple(all_parts)
 
 
-def _parts_at_peak(parts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[parts] of the instant at which their sum is highest."""
+def parts_at_peak(parts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[parts] of the instant at which their sum is highest.
+
+    Args:
+        parts: [T, parts] of a rank's memory curve.
+    """
     return parts[int(parts.sum(axis=1).argmax())] if len(parts) else np.zeros(len(PARTS))
+
+
+def recomputed_bytes(costs: CostModel, plan: Plan, batch: BatchCosts, assignment: Assignment) -> NDArray[np.float64]:
+    """[replicas, ranks] the layer that a stage with recompute holds whole while its largest microbatch runs backward.
+
+    Args:
+        costs: of the model.
+        plan: whose stages they are.
+        batch: the samples, of all replicas.
+        assignment: of them.
+    """
+    held = np.zeros((assignment.num_replicas, plan.degrees.pipeline))
+    encoders = [encoder.name for encoder in costs.model.encoders]
+    media_replica = assignment.replica[batch.media_sample]
+    for stage in plan.stages:
+        if not stage.recompute:
+            continue
+        replica, microbatch, amounts = assignment.replica, assignment.llm_microbatch, batch.tokens
+        if stage.module in encoders:
+            mine = (batch.encoder_index == encoders.index(stage.module)) & (assignment.encoder_microbatch >= 0)
+            replica, microbatch = media_replica[mine], assignment.encoder_microbatch[mine]
+            amounts = batch.patches[mine]
+        sums = np.zeros((len(held), int(assignment.num_microbatches.max(initial=0))))
+        np.add.at(sums, (replica, microbatch), amounts)
+        largest = sums.max(axis=1, initial=0.0)
+        per_unit = costs.layer_bytes(stage, plan.degrees.tensor_of(stage.rank))
+        held[:, stage.rank] = np.maximum(held[:, stage.rank], per_unit * largest)
+    return held
+
+
+def peak_parts(
+    costs: CostModel, plan: Plan, rank: int, moving: NDArray[np.float64], recomputed: float
+) -> dict[str, float]:
+    """What makes up the peak of a pipeline rank: bytes by name.
+
+    Args:
+        costs: of the model.
+        plan: whose rank it is.
+        rank: pipeline rank.
+        moving: [parts] in the order of `PARTS`, from `parts_at_peak`.
+        recomputed: of the rank, from `recomputed_bytes`.
+    """
+    return static_parts(costs, plan, rank) | moving_parts(moving, recomputed)
+
+
+def static_parts(costs: CostModel, plan: Plan, rank: int) -> dict[str, float]:
+    """What a pipeline rank holds all the time: bytes by name."""
+    static = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages if stage.rank == rank]
+    return {name: sum(getattr(one, name) for one in static) for name in STATIC_PARTS}
+
+
+def moving_parts(moving: NDArray[np.float64], recomputed: float) -> dict[str, float]:
+    """The rest of `peak_parts`."""
+    return dict(zip(PARTS, moving.tolist(), strict=True)) | {RECOMPUTED: recomputed}
 
 
 def split_work(costs: CostModel, samples: SampleTable, plan: Plan) -> SampleWork:

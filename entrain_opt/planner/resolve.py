@@ -14,7 +14,7 @@ from typing import Literal
 
 from entrain_opt.cost import CostModel, MeasuredCosts
 from entrain_opt.cost.profile import profile_path
-from entrain_opt.cost.tensor import tensor_degrees
+from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.errors import PlanError, RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.options import PlanOptions
@@ -211,9 +211,7 @@ def _check_choices(plan: Plan, model: ModelSpec, cluster: ClusterSpec) -> None:
         degree = plan.degrees.tensor_of(ranks[0])
         if not tensor_degrees(model, module, (degree,), cluster.devices_per_node):
             raise PlanError(
-                f"degrees.tensor: {degree} does not divide the {module.num_attention_heads} heads, "
-                f"{module.num_key_value_heads} key-value heads and inner width {module.intermediate_size} of module "
-                f"{module.name} and the {cluster.devices_per_node} devices of a node."
+                f"degrees.tensor: {degree} is not possible: {tensor_rule(model, module, cluster.devices_per_node)}."
             )
     if not groups_fit_nodes(plan.degrees, cluster.devices_per_node):
         raise PlanError(

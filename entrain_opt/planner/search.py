@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from entrain_opt.planner.instance import Choice, Instance
-from entrain_opt.planner.partition import IMPOSSIBLE, Partition, partition_chain
+from entrain_opt.planner.partition import IMPOSSIBLE, IntArray, Partition, partition_chain
 from entrain_opt.planner.solution import Solution, checked
 
 
@@ -66,9 +66,13 @@ def solve_by_search(instance: Instance, ranking: list[Ranked] | None = None) -> 
 
 
 def least_memory(instance: Instance, choice: Choice) -> Partition | None:
-    """The partition whose fullest rank holds the least; its `ticks` are MiB."""
-    fixed = choice.borders(instance.module_starts)
-    return partition_chain(lambda rank: instance.segments(choice.mib[rank]), choice.pipeline, fixed_ends=fixed)
+    """The partition whose fullest rank holds the least, among those the choice allows; its `ticks` are MiB."""
+
+    def held(rank: int) -> IntArray:
+        mib = instance.segments(choice.mib[rank])
+        return mib if choice.shares else instance.apart(mib)
+
+    return partition_chain(held, choice.pipeline, fixed_ends=choice.borders(instance.module_starts))
 
 
 def least_mib(instance: Instance, choice: Choice) -> int:

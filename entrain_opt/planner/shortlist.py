@@ -20,10 +20,11 @@ from entrain_opt.cost import CostModel
 from entrain_opt.planner.demand import Demand
 from entrain_opt.planner.estimates import Estimator, Layout, Seconds
 from entrain_opt.planner.instance import Choice, Instance, PartTicks
+from entrain_opt.planner.limits import memory_limit
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.search import Ranked, best_partition
 from entrain_opt.planner.space import allowed_layouts, microbatch_counts
-from entrain_opt.units import seconds_to_ticks
+from entrain_opt.units import MIB, seconds_to_ticks
 
 #: The fastest choice takes about this many ticks: a resolution of 0.005 %, without large coefficients.
 RESOLUTION_TICKS = 20_000
@@ -61,21 +62,20 @@ def build_shortlist(
         return space.instance(tuple(space.choice(*at) for at in space.positions())), []
     empty = space.instance(())
     ranking: list[Ranked] = []
-    kinds: dict[int, int] = {}
+    kinds: set[int] = set()
     best = np.inf
     for bound, layout, index in space.by_bound():
         in_ticks = bound / space.tick_seconds
-        new_kind = layout not in kinds and len(kinds) < MOST_KINDS
         close = in_ticks <= (1 + WORTH_KEEPING) * best or len(kinds) < 2
-        if in_ticks >= best and not (new_kind and close):
-            if len(kinds) >= MOST_KINDS or in_ticks > (1 + WORTH_KEEPING) * best:
-                break
+        if in_ticks >= best and (not close or len(kinds) >= MOST_KINDS):
+            break
+        if in_ticks >= best and layout in kinds:
             continue
         found = best_partition(empty, space.choice(layout, index))
         if found is None:
             continue
         ranking.append(found)
-        kinds.setdefault(layout, found.ticks)
+        kinds.add(layout)
         best = min(best, found.ticks)
     ranking.sort(key=lambda ranked: ranked.ticks)
     # All numbers of microbatches of the kinds kept, so that neighbours can be tried.
@@ -90,7 +90,7 @@ class _Space:
         self, costs: CostModel, demand: Demand, options: PlanOptions, one_in_flight: bool, tick_seconds: float | None
     ) -> None:
         self.costs, self.one_in_flight = costs, one_in_flight
-        self.limit = int(options.memory_bytes or costs.cluster.memory_limit_bytes) >> 20
+        self.limit = memory_limit(costs, options.memory_bytes) // MIB
         self.estimator = Estimator(costs, demand)
         self.layouts: list[Layout] = allowed_layouts(costs, demand.global_batch_size, options)
         self.seconds: list[Seconds] = []

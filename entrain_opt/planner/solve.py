@@ -1,6 +1,6 @@
 """`solve_plan`: from model, data and cluster to one plan, with its proof and its runners-up.
 
-1. Demand of random global batches (`demand.py`), and the integer problem over all choices (`space.py`).
+1. Demand of random global batches (`demand.py`), and the integer problem of the choices that may win (`shortlist.py`).
 2. A solver's optimum of the closed form (`cp_sat.py`, `ilp.py`, `search.py`), or the paper's rule (`proportional.py`).
 3. The best few candidates and their neighbours, replayed by the real assigner and simulator (`candidates.py`); the
    fastest is returned. The paper's rule is not improved, only replayed.
@@ -36,7 +36,7 @@ from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 2
+PLANNER_VERSION = 3
 
 
 def solve_plan(
@@ -90,7 +90,7 @@ def solve_plan(
     candidates = Candidates(instance, Replayer(costs, demand, options), draft)
     solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
     if options.method == "proportional":
-        outcomes = [candidates.outcome(solved, final=True)]
+        outcomes = [candidates.final_outcome(solved)]
     else:
         outcomes = candidates.search(solved, ranking, _baseline(instance, costs, demand, options))
     best = outcomes[0]

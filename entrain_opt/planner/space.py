@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.cost import CostModel
-from entrain_opt.cost.tensor import tensor_degrees
+from entrain_opt.cost.links import nodes_of_ranks
+from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.planner.estimates import Layout
@@ -83,11 +84,8 @@ def _meshes(
 
 def groups_fit_nodes(degrees: ParallelDegrees, devices_per_node: int) -> bool:
     """Whether every tensor group of every replica lies within one node."""
-    widths = np.array(degrees.tensor_degrees)
-    starts = np.cumsum(widths) - widths
-    # Replicas repeat their places within a node after at most that many.
-    replicas = np.arange(min(degrees.data, devices_per_node))[:, None] * degrees.replica_size
-    return bool(((replicas + starts) % devices_per_node + widths <= devices_per_node).all())
+    nodes = nodes_of_ranks(degrees, devices_per_node)
+    return bool((nodes[..., 0] == nodes[..., 1]).all())
 
 
 def _recomputes(costs: CostModel, options: PlanOptions) -> list[tuple[bool, ...]]:
@@ -102,24 +100,29 @@ def _recomputes(costs: CostModel, options: PlanOptions) -> list[tuple[bool, ...]
 
 def _no_layout(costs: CostModel, global_batch_size: int, options: PlanOptions, allowed: list[list[int]]) -> PlanError:
     modules, devices = costs.model.modules, costs.cluster.num_devices
-    for module, degrees in zip(modules, allowed, strict=True):
-        if not degrees:
+    for module, own in zip(modules, allowed, strict=True):
+        if not own:
             return PlanError(
-                f"tensor_degrees: none of {list(options.tensor_degrees)} divides the {module.num_attention_heads} "
-                f"heads, {module.num_key_value_heads} key-value heads and inner width {module.intermediate_size} of "
-                f"module {module.name} and the {costs.cluster.devices_per_node} devices of a node. Add 1 to it."
+                f"tensor_degrees: none of {list(options.tensor_degrees)} is possible: "
+                f"{tensor_rule(costs.model, module, costs.cluster.devices_per_node)}. Add 1 to it."
             )
-    layers = sum(module.num_layers for module in modules)
-    pairs = [(data, devices // data) for data in range(1, devices + 1) if devices % data == 0]
+    counts = [module.num_layers for module in modules]
+    possible = [
+        (degrees.data, degrees.pipeline, tensor)
+        for tensor in allowed[0]
+        for degrees, _ in _meshes((tensor,) * len(modules), counts, devices, costs.cluster.devices_per_node)
+        if all(tensor in other for other in allowed) and degrees.data <= global_batch_size
+    ]
     fixed = "".join(
         f", {name} = {value}"
         for name, value in (("data_degree", options.data_degree), ("pipeline_degree", options.pipeline_degree))
         if value is not None
     )
     return PlanError(
-        f"degrees: no data degree * pipeline degree = {devices} devices with at most {layers} pipeline ranks "
-        f"(layers of {costs.model.name}) and at most {global_batch_size} replicas (samples of a global batch){fixed}. "
-        f"Possible pairs (data, pipeline): {pairs}."
+        f"degrees: no data degree * pipeline degree * tensor degree = {devices} devices with at most {sum(counts)} "
+        f"pipeline ranks (layers of {costs.model.name}), at most {global_batch_size} replicas (samples of a global "
+        f"batch) and tensor_degrees {list(options.tensor_degrees)}{fixed}. Possible with one tensor degree for all "
+        f"modules, as (data, pipeline, tensor): {possible or 'none'}."
     )
 
 

@@ -42,6 +42,7 @@ class Stability:
 
     Attributes:
         batch_size: smallest size tried at which no trial exceeded the tolerance; None if none up to the largest.
+        largest_size: largest size tried.
         same_split_size: the same for the paper's criterion, equal proportional splits; None as above.
         num_ranks: pipeline ranks of the plan.
         worst_regret: largest regret of the trials at the plan's own global batch, above that on all data.
@@ -55,6 +56,7 @@ class Stability:
     """
 
     batch_size: int | None
+    largest_size: int
     same_split_size: int | None
     num_ranks: int
     worst_regret: float
@@ -81,7 +83,7 @@ class Stability:
         if self.data_regret > 0.005:
             beyond = f" than all data would ({self.data_regret:.1%}, which memory or the simulation decided against)"
         if self.batch_size is None or self.batch_size > self.global_batch_size:
-            needed = f"at least {self.batch_size}" if self.batch_size is not None else "more than were tried"
+            needed = f"more than {self.largest_size:,}" if self.batch_size is None else f"at least {self.batch_size:,}"
             return (
                 f"stability: in {self.trials} batches of {self.global_batch_size} the plan was {worst}; tolerated are "
                 f"{self.tolerance:.0%}. A static plan needs {needed} samples per batch on this data."
@@ -168,16 +170,18 @@ def plan_stability(
     found: int | None = None
     same: int | None = None
     size = smallest
+    largest = smallest
     while size <= _LARGEST and (found is None or (same is None and size <= _LARGEST_SAME_SPLIT)):
         sums = cuts.draw(generator, size, trials + 1)
         if same is None and size <= _LARGEST_SAME_SPLIT and len(set(cuts.splits(sums))) == 1:
             same = size
         if found is None and bool((cuts.regrets(sums[1:]) - on_all <= tolerance).all()):
             found = size
-        size *= 2
+        largest, size = size, 2 * size
     own = cuts.draw(np.random.default_rng(seed + 1), plan.global_batch_size, trials)
     return Stability(
         batch_size=found,
+        largest_size=largest,
         same_split_size=same,
         num_ranks=cuts.num_ranks,
         worst_regret=max(float(cuts.regrets(own).max()) - on_all, 0.0),

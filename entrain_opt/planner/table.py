@@ -115,7 +115,8 @@ def _proof(provenance: Provenance) -> str:
         status = "optimal"
     else:
         status = f"not proven optimal, gap {gap:.1%}"
-    dropped = f"; {provenance.num_dropped:,} choices excluded by their bound" if provenance.num_dropped else ""
+    left_out = f"; {provenance.num_dropped:,} choices left out, which do not fit or cannot be faster"
+    dropped = left_out if provenance.num_dropped else ""
     return (
         f"{status}, closed form {format_seconds(provenance.objective_seconds)}, bound "
         f"{format_seconds(provenance.bound_seconds)}{dropped}"

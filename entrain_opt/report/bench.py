@@ -24,6 +24,7 @@ from entrain_opt.errors import AssignmentError, PlanError, ScheduleError
 from entrain_opt.plan import PipelineShape, Plan
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.limits import with_memory_caps
+from entrain_opt.planner.replay import recomputed_bytes
 from entrain_opt.schedule import ORDERS
 from entrain_opt.simulator import Timeline, simulate
 from entrain_opt.simulator.bounds import work_bound
@@ -208,6 +209,13 @@ class Bench:
             trained_stages=self.trained_stages,
         )
 
+    def recomputed_bytes(
+        self, batch: int, policy: str, num_microbatches: int | None = None, *, cap_bytes: int | None = None
+    ) -> FloatArray:
+        """[replicas, ranks] what recompute adds to the peaks of the timeline, as the planner counts it."""
+        assignment = self.assignment(batch, policy, num_microbatches, cap_bytes=cap_bytes)
+        return recomputed_bytes(self.costs, self.plan, self.batches[batch], assignment)
+
     def trial(self, policy: str, schedule: str, num_microbatches: int | None = None) -> Trial:
         """All batches played through. A combination that cannot run says why instead of raising.
 
@@ -257,6 +265,7 @@ class Bench:
         assignment = self.assignment(batch, policy, count, cap_bytes=cap_bytes)
         timeline = self.timeline(batch, policy, schedule, count, cap_bytes=cap_bytes)
         statistics = assignment_statistics(costs, assignment, self.plan.pipeline_shape)
+        peaks = timeline.peak_bytes + self.recomputed_bytes(batch, policy, count, cap_bytes=cap_bytes)
         bound = work_bound(costs, assignment, self.plan.pipeline_shape)
         return {
             "step_seconds": timeline.makespan_seconds,
@@ -265,7 +274,7 @@ class Bench:
             "encoder_imbalance": statistics.encoder.max_over_mean,
             "llm_imbalance": statistics.llm.max_over_mean,
             "deferred_samples": float(statistics.deferred_samples),
-            "peak_bytes": float(timeline.peak_bytes.max(initial=0.0)),
+            "peak_bytes": float(peaks.max(initial=0.0)),
         }
 
 

@@ -132,7 +132,8 @@ def build_content(
         for policy, timeline in timelines.items()
         for replica in replicas
     }
-    peaks = memory_peak_view(timelines[own.policy], costs, plan, limit_bytes=bench.limit_bytes)
+    recomputed = bench.recomputed_bytes(batch, own.policy, own.num_microbatches, cap_bytes=own.cap_bytes)
+    peaks = memory_peak_view(timelines[own.policy], costs, plan, recomputed, limit_bytes=bench.limit_bytes)
     idle = max(float(timeline.idle_seconds.mean(axis=0).max()) for timeline in timelines.values())
     progress("comparing policies and schedules")
     what_if, counts = _comparisons(bench, own, policies, schedules)

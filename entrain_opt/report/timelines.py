@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrain_opt.assignment import BatchCosts
 from entrain_opt.cost import CostModel
 from entrain_opt.plan import Plan
+from entrain_opt.planner.replay import parts_at_peak, peak_parts
 from entrain_opt.report.bench import MicrobatchLoads
 from entrain_opt.report.views import (
     Arrow,
@@ -19,7 +21,6 @@ from entrain_opt.report.views import (
 )
 from entrain_opt.schedule.work import EncoderUnit
 from entrain_opt.simulator import Timeline
-from entrain_opt.simulator.memory import PARTS
 from entrain_opt.simulator.run import ReplicaRun
 from entrain_opt.simulator.timeline import REDUCE
 from entrain_opt.units import format_bytes, format_seconds
@@ -107,8 +108,8 @@ def _compute_bars(run: ReplicaRun, costs: BatchCosts, plan: Plan, rank: int) -> 
                 kind=f"{name} forward" if kind == 0 else f"{name} backward" if kind == 1 else "weight gradients",
                 label=label,
                 what=f"{plan.stages[stage].module}, microbatch {label}",
-                start=run.times.start[operation],
-                seconds=run.times.end[operation] - run.times.start[operation],
+                start=float(run.times.start[operation]),
+                seconds=float(run.times.end[operation] - run.times.start[operation]),
                 contents=contents,
             )
         )
@@ -120,9 +121,9 @@ def _arrows(run: ReplicaRun) -> tuple[Arrow, ...]:
     return tuple(
         Arrow(
             from_rank=graph.slot_rank[slot],
-            from_seconds=run.times.end[slot],
+            from_seconds=float(run.times.end[slot]),
             to_rank=graph.slot_rank[target],
-            to_seconds=run.times.start[target],
+            to_seconds=float(run.times.start[target]),
         )
         for encoder in range(shape.num_encoders)
         for slot in graph.slots_of_stage(shape.stages_of_encoder(encoder)[-1])
@@ -171,19 +172,25 @@ def bubbles_view(timeline: Timeline, plan: Plan, *, limit_seconds: float) -> Bub
     )
 
 
-def memory_peak_view(timeline: Timeline, costs: CostModel, plan: Plan, *, limit_bytes: int) -> MemoryPeakView:
-    """What makes up the peak of each pipeline rank, on the replica where it is highest."""
-    static_names = ("weights", "gradients", "optimizer", "buffers")
-    parts: dict[str, list[float]] = {name: [] for name in (*static_names, *PARTS)}
+def memory_peak_view(
+    timeline: Timeline, costs: CostModel, plan: Plan, recomputed: NDArray[np.float64], *, limit_bytes: int
+) -> MemoryPeakView:
+    """What makes up the peak of each pipeline rank, on the replica where it is highest.
+
+    Args:
+        timeline: of one iteration.
+        costs: of the model.
+        plan: that it is of.
+        recomputed: [replicas, ranks] from `recomputed_bytes`.
+        limit_bytes: memory of one rank.
+    """
+    parts: dict[str, list[float]] = {}
     for rank in range(plan.degrees.pipeline):
-        held = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages if stage.rank == rank]
-        for name in static_names:
-            parts[name].append(float(sum(getattr(stage, name) for stage in held)))
-        curve = max((curves[rank] for curves in timeline.memory), key=lambda curve: curve.peak_bytes)
-        sums = curve.parts.sum(axis=1)
-        at_peak = curve.parts[int(sums.argmax())] if len(sums) else np.zeros(len(PARTS))
-        for name, value in zip(PARTS, at_peak.tolist(), strict=True):
-            parts[name].append(value)
+        peaks = timeline.peak_bytes[:, rank] + recomputed[:, rank]
+        replica = int(peaks.argmax())
+        moving = parts_at_peak(timeline.memory[replica][rank].parts)
+        for name, value in peak_parts(costs, plan, rank, moving, float(recomputed[replica, rank])).items():
+            parts.setdefault(name, []).append(value)
     totals = np.array(list(parts.values())).sum(axis=0)
     worst = int(totals.argmax())
     return MemoryPeakView(

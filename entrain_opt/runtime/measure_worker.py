@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.runtime.families import MediaUnit
+from entrain_opt.runtime.master import MasterWeights
 
 #: Layers of each module that are timed together, and the bytes of weights above which fewer are.
 MOST_LAYERS, MOST_WEIGHT_BYTES = 3, 256 << 20
@@ -234,19 +235,24 @@ class _Worker:
         return time.perf_counter()
 
     def _step(self) -> list[float]:
-        """AdamW on all parameters of the shortened model."""
-        parameters = list(self.model.parameters())
-        for parameter in parameters:
+        """AdamW on all parameters of the shortened model, or on their float32 masters, which are then written back."""
+        named = dict(self.model.named_parameters())
+        for parameter in named.values():
             parameter.requires_grad_(True)
+        masters = MasterWeights(named)
+        parameters = [masters.of(parameter) for parameter in named.values()]
+        for parameter in parameters:
             # Gradients of zero would be slower than real ones: they leave moments of zero to divide by.
             parameter.grad = torch.randn_like(parameter)
         optimizer = torch.optim.AdamW(parameters, lr=0.0)
         optimizer.step()
+        masters.write_back()
         self._barrier()
         seconds = []
         for _ in range(5):
             start = self._now()
             optimizer.step()
+            masters.write_back()
             seconds.append(self._now() - start)
         return [0.0, float(sum(p.numel() for p in parameters)), 0.0, statistics.median(seconds)]
 

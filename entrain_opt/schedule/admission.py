@@ -26,9 +26,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.graph import WorkGraph
+from entrain_opt.schedule.links import Rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,16 +80,19 @@ def guarded_stages(shape: PipelineShape, limits: list[int | None]) -> list[bool]
 def check_limits(graph: WorkGraph, limits: list[int | None], amounts: list[int]) -> None:
     """Raise ScheduleError if a limit makes progress impossible, naming the least that would do."""
     for encoder in range(graph.shape.num_encoders):
+        consumers = Rows.of(graph.encoder_consumers[encoder])
         for stage in graph.shape.stages_of_encoder(encoder):
             limit = limits[stage]
             if limit is None:
                 continue
-            least, worst = limit, -1
-            for llm, sources in enumerate(graph.llm_sources):
-                mine = [amounts[graph.stage_first[stage] + unit] for e, unit in sources if e == encoder]
-                if len(mine) > 1 and sum(mine) > least:
-                    least, worst = sum(mine), llm
-            if worst >= 0:
+            slots = graph.slots_of_stage(stage)
+            held = np.array(amounts[slots.start : slots.stop], dtype=np.int64)
+            units = consumers.row_of_value
+            needed = np.bincount(consumers.values, held[units], graph.num_llm_units)
+            needed[np.bincount(consumers.values, minlength=graph.num_llm_units) < 2] = 0
+            worst = int(needed.argmax()) if len(needed) else -1
+            if worst >= 0 and needed[worst] > limit:
+                least = int(needed[worst])
                 microbatch = graph.slot_microbatch[graph.stage_first[-2] + worst]
                 raise ScheduleError(
                     f"patches_in_flight: stage {stage} may hold {limit} patches, but language-model microbatch "

@@ -21,7 +21,7 @@ from entrain_opt.schedule.admission import Rule, check_limits, guarded_stages, m
 from entrain_opt.schedule.columns import NONE, Pipeline
 from entrain_opt.schedule.graph import WorkGraph
 from entrain_opt.schedule.kernel import IntArray, run_pipeline
-from entrain_opt.schedule.links import Links
+from entrain_opt.schedule.links import Links, Rows
 
 _FIRST = {"alternate": columns.ALTERNATE, "backward": columns.BACKWARD_FIRST, "forward": columns.FORWARD_FIRST}
 
@@ -30,8 +30,8 @@ def dispatch(
     graph: WorkGraph,
     rule: Rule,
     *,
-    durations: list[int],
-    transfer: list[int],
+    durations: IntArray,
+    transfer: IntArray,
     limits: list[int | None],
     amounts: list[int],
 ) -> list[list[int]]:
@@ -50,9 +50,10 @@ def dispatch(
     """
     check_limits(graph, limits, amounts)
     pipe = pipeline_arrays(graph, rule, limits, amounts)
-    orders, first, _, _ = run_pipeline(pipe, _array(durations), _array(transfer))
+    orders, first, _, _ = run_pipeline(pipe, durations, transfer)
     # How many backwards were split is the scheduler's choice.
-    expected, ran = sum(1 + graph.shape.has_backward[stage] for stage in graph.slot_stage), orders < 2 * graph.num_slots
+    returns = pipe.stages[pipe.slots[:, columns.STAGE], columns.HAS_BACKWARD]
+    expected, ran = graph.num_slots + int(returns.sum()), orders < 2 * graph.num_slots
     if int(ran.sum()) != expected:
         raise ScheduleError(
             f"schedule: only {int(ran.sum())} of {expected} passes could run. This is a defect of the list scheduler; "
@@ -77,23 +78,24 @@ def pipeline_arrays(graph: WorkGraph, rule: Rule, limits: list[int | None], amou
     slots = np.zeros((graph.num_slots, columns.SLOT_COLUMNS), dtype=np.int64)
     turns = np.zeros((turn_first[-1], columns.TURN_COLUMNS), dtype=np.int64)
     turn_of_llm = np.full((shape.num_stages, graph.num_llm_units), NONE, dtype=np.int64)
-    of_slot: list[list[int]] = []
-    of_turn: list[list[int]] = []
+    of_slot: list[Rows] = []
+    of_turn: list[Rows] = []
+    rows = {id(module): (Rows.of(module.units), Rows.of(module.turns)) for module in modules}
     for stage, module in enumerate(per_stage):
         first_slot, first_turn = graph.stage_first[stage], turn_first[stage]
         position = _array(module.position)
         slots[first_slot : first_slot + len(position), columns.POSITION] = position
         slots[first_slot + position, columns.SEQUENCE] = first_slot + np.arange(len(position))
         turns[first_turn : turn_first[stage + 1], columns.REACH] = module.reach
-        of_turn += [[first_slot + unit for unit in units] for units in module.units]
-        of_slot += [[first_turn + turn for turn in unit_turns] for unit_turns in module.turns]
-        for llm, turn in module.turn_of_llm.items():
-            turn_of_llm[stage, llm] = first_turn + turn
+        units, unit_turns = rows[id(module)]
+        of_turn.append(units.plus(first_slot))
+        of_slot.append(unit_turns.plus(first_turn))
+        turn_of_llm[stage, list(module.turn_of_llm)] = first_turn + _array(list(module.turn_of_llm.values()))
     links = Links()
     slots[:, columns.FORWARD], slots[:, columns.FORWARD_END] = links.add(graph.forward_targets)
     slots[:, columns.BACKWARD], slots[:, columns.BACKWARD_END] = links.add(graph.backward_targets)
-    slots[:, columns.TURNS], slots[:, columns.TURNS_END] = links.add(of_slot)
-    turns[:, columns.SLOTS], turns[:, columns.SLOTS_END] = links.add(of_turn)
+    slots[:, columns.TURNS], slots[:, columns.TURNS_END] = links.add(Rows.join(of_slot))
+    turns[:, columns.SLOTS], turns[:, columns.SLOTS_END] = links.add(Rows.join(of_turn))
     slots[:, columns.STAGE] = graph.slot_stage
     slots[:, columns.AMOUNT] = amounts
     slots[:, columns.SPLIT] = rule.split

@@ -49,21 +49,28 @@ def slot_seconds(graph: WorkGraph, costs: BatchCosts, stages: StageCosts | None 
         stages: `costs.stage_costs(graph.shape)`, if at hand.
     """
     stages = stages or costs.stage_costs(graph.shape)
+    known: dict[tuple[int, int], FloatArray] = {}
+
+    def sums(stage: int, values: FloatArray) -> FloatArray:
+        # Inner stages of a module mostly share their columns.
+        key = (id(graph.items[stage]), id(values))
+        if key not in known:
+            known[key] = sum_over_units(graph, stage, values)
+        return known[key]
+
     columns: dict[str, list[FloatArray]] = {"forward": [], "backward": [], "weight": [], "transfer": []}
     for stage in range(graph.shape.num_stages):
-        backward = sum_over_units(graph, stage, stages.backward_seconds[stage])
-        columns["forward"].append(
-            sum_over_units(graph, stage, stages.forward_seconds[stage]) + stages.forward_fixed_seconds[stage]
-        )
+        backward = sums(stage, stages.backward_seconds[stage])
+        columns["forward"].append(sums(stage, stages.forward_seconds[stage]) + stages.forward_fixed_seconds[stage])
         columns["backward"].append(backward + stages.backward_fixed_seconds[stage])
         columns["weight"].append(backward * stages.weight_gradient_share[stage])
-        columns["transfer"].append(sum_over_units(graph, stage, stages.send_seconds[stage]) + stages.send_fixed_seconds)
+        columns["transfer"].append(sums(stage, stages.send_seconds[stage]) + stages.send_fixed_seconds)
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
     return SlotSeconds(backward_input=joined["backward"] - joined["weight"], **joined)
 
 
-def to_ticks(seconds: FloatArray, longest_seconds: float) -> list[int]:
+def to_ticks(seconds: FloatArray, longest_seconds: float) -> NDArray[np.int64]:
     """Integer times for the list scheduler, to the nearest tick."""
     if longest_seconds <= 0:
-        return [0] * len(seconds)
-    return [int(ticks) for ticks in np.rint(seconds * (TICKS / longest_seconds))]
+        return np.zeros(len(seconds), dtype=np.int64)
+    return np.rint(seconds * (TICKS / longest_seconds)).astype(np.int64)

@@ -4,7 +4,7 @@ Slot `i` has three operations: its forward `i`, its backward `num_slots + i` (wh
 weight gradients `2 * num_slots + i`. The slots of a stage follow each other, in the order of the units in
 `ReplicaWork`, so schedules, simulations and searches touch flat lists only.
 
-Price: O(stages * units) once per replica; nothing here depends on time.
+Price: O(stages * units) once per replica, in arrays; nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from entrain_opt.assignment import BatchCosts
 from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from entrain_opt.schedule.links import Rows
 from entrain_opt.schedule.work import EncoderUnit, LlmUnit, ReplicaWork
 
 FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class WorkGraph:
 
     Attributes:
         shape: the stages.
+        items: per stage, the items of each unit (media for encoder stages, samples for the others).
         num_slots: (stage, unit) pairs.
         units: per stage, its units in slot order.
         stage_first: [stages + 1] first slot of each stage.
@@ -42,6 +45,7 @@ class WorkGraph:
     """
 
     shape: PipelineShape
+    items: tuple[Rows, ...]
     num_slots: int
     units: tuple[tuple[EncoderUnit, ...] | tuple[LlmUnit, ...], ...]
     stage_first: tuple[int, ...]
@@ -49,9 +53,9 @@ class WorkGraph:
     slot_rank: list[int]
     slot_microbatch: list[int]
     slot_part: list[int]
-    forward_targets: list[list[int]]
-    backward_targets: list[list[int]]
-    missing: list[int]
+    forward_targets: Rows
+    backward_targets: Rows
+    missing: IntArray
     encoder_consumers: tuple[tuple[tuple[int, ...], ...], ...]
     llm_sources: tuple[tuple[tuple[int, int], ...], ...]
 
@@ -134,8 +138,6 @@ def work_graph(work: ReplicaWork, shape: PipelineShape) -> WorkGraph:
     first = [0]
     for stage_units in units:
         first.append(first[-1] + len(stage_units))
-    slots = range(first[-1])
-    stage_of = [stage for stage, stage_units in enumerate(units) for _ in stage_units]
     sources = tuple(tuple(place[source] for source in unit.sources) for unit in work.llm_units)
     consumers = tuple(
         tuple(tuple(position_of_llm[c] for c in unit.consumers) for unit in encoder_units)
@@ -143,44 +145,50 @@ def work_graph(work: ReplicaWork, shape: PipelineShape) -> WorkGraph:
     )
     first_llm = shape.num_encoder_stages
     has_backward = shape.has_backward
-    forward: list[list[int]] = [[] for _ in slots]
-    backward: list[list[int]] = [[] for _ in slots]
+    consumer_rows = [Rows.of(rows) for rows in consumers]
+    forward_of_stages = []
     for stage, stage_units in enumerate(units):
-        last_of_module = stage + 1 == shape.num_stages or encoder_of[stage + 1] != encoder_of[stage]
-        for i in range(len(stage_units)):
-            slot = first[stage] + i
-            encoder = encoder_of[stage]
-            if not last_of_module:
-                forward[slot] = [first[stage + 1] + i]
-            elif encoder is not None:
-                forward[slot] = [first[first_llm] + c for c in consumers[encoder][i]]
-            if has_backward[stage]:
-                for target in forward[slot]:
-                    backward[target].append(slot)
-    for targets in backward:
-        targets.sort()
-    waits_forward, waits_backward = [0] * len(slots), [0] * len(slots)
-    for slot in slots:
-        if has_backward[stage_of[slot]]:
-            waits_backward[slot] = 1 + len(forward[slot])
-        for target in forward[slot]:
-            waits_forward[target] += 1
-    ranks = shape.ranks_of_stages
+        encoder = encoder_of[stage]
+        if stage + 1 < shape.num_stages and encoder_of[stage + 1] == encoder:
+            one = np.ones(len(stage_units), dtype=np.int64)
+            forward_of_stages.append(Rows(sizes=one, values=first[stage + 1] + np.arange(len(stage_units))))
+        elif encoder is not None:
+            forward_of_stages.append(consumer_rows[encoder].plus(first[first_llm]))
+        else:
+            nothing = np.zeros(len(stage_units), dtype=np.int64)
+            forward_of_stages.append(Rows(sizes=nothing, values=nothing[:0]))
+    forward = Rows.join(forward_of_stages)
+    counts = np.array([len(stage_units) for stage_units in units])
+    returns = np.repeat(np.array(has_backward, dtype=bool), counts)
+    waits_backward = np.where(returns, 1 + forward.sizes, 0)
+    waits_forward = np.bincount(forward.values, minlength=first[-1])
+    items_of = {
+        encoder: Rows.of([unit.media.tolist() for unit in rows]) for encoder, rows in enumerate(per_encoder)
+    } | {None: Rows.of([unit.samples.tolist() for unit in work.llm_units])}
     return WorkGraph(
         shape=shape,
-        num_slots=len(slots),
+        items=tuple(items_of[encoder] for encoder in encoder_of),
+        num_slots=first[-1],
         units=units,
         stage_first=tuple(first),
-        slot_stage=stage_of,
-        slot_rank=[ranks[stage] for stage in stage_of],
+        slot_stage=np.repeat(np.arange(len(units)), counts).tolist(),
+        slot_rank=np.repeat(np.array(shape.ranks_of_stages), counts).tolist(),
         slot_microbatch=[unit.microbatch for stage_units in units for unit in stage_units],
         slot_part=[getattr(unit, "part", 0) for stage_units in units for unit in stage_units],
         forward_targets=forward,
-        backward_targets=backward,
-        missing=waits_forward + waits_backward + [1] * len(slots),
+        backward_targets=_reverse(forward, returns),
+        missing=np.concatenate([waits_forward, waits_backward, np.ones(first[-1], dtype=np.int64)]),
         encoder_consumers=consumers,
         llm_sources=sources,
     )
+
+
+def _reverse(forward: Rows, returns: NDArray[np.bool_]) -> Rows:
+    """Per slot, the slots whose targets it is, ascending; of those that get gradients."""
+    source = forward.row_of_value
+    used = returns[source]
+    source, target = source[used], forward.values[used]
+    return Rows(sizes=np.bincount(target, minlength=len(forward)), values=source[np.argsort(target, kind="stable")])
 
 
 def check_backward_stages(shape: PipelineShape) -> None:
@@ -203,15 +211,14 @@ def slot_amounts(graph: WorkGraph, costs: BatchCosts) -> list[int]:
     for stage in range(shape.num_stages):
         is_encoder = stage < shape.num_encoder_stages
         values = costs.patches if is_encoder else costs.tokens
-        amounts += [int(total) for total in sum_over_units(graph, stage, values)]
+        amounts += sum_over_units(graph, stage, values).astype(np.int64).tolist()
     return amounts
 
 
 def sum_over_units(graph: WorkGraph, stage: int, values: NDArray[np.generic]) -> FloatArray:
     """[units of the stage] sums of a per-item column (media for encoder stages, samples for the others)."""
-    items = [unit.media if isinstance(unit, EncoderUnit) else unit.samples for unit in graph.units[stage]]
-    if not items:
+    items = graph.items[stage]
+    if not len(items):
         return np.zeros(0)
-    owner = np.repeat(np.arange(len(items)), [len(i) for i in items])
-    sums = np.bincount(owner, weights=values[np.concatenate(items)], minlength=len(items))
+    sums = np.bincount(items.row_of_value, weights=values[items.values], minlength=len(items))
     return sums.astype(np.float64, copy=False)

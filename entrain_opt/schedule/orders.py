@@ -22,10 +22,10 @@ Promise: every action once, dependencies and memory limits kept, no deadlock, sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrain_opt.assignment import BatchCosts
 from entrain_opt.errors import ScheduleError
@@ -36,6 +36,8 @@ from entrain_opt.schedule.dispatch import dispatch
 from entrain_opt.schedule.durations import SlotSeconds, slot_seconds, to_ticks
 from entrain_opt.schedule.graph import WorkGraph, slot_amounts, work_graph
 from entrain_opt.schedule.work import ReplicaWork
+
+IntArray = NDArray[np.int64]
 
 FIXED_ORDERS = ("1f1b", "gpipe", "eager", "interleaved", "zero_bubble")
 ORDERS = (*FIXED_ORDERS, "search")
@@ -93,11 +95,12 @@ def fixed_order(
     if order in TIMED_ORDERS and (seconds is not None or costs is not None):
         durations, transfer = timed_ticks(graph, rule, seconds or slot_seconds(graph, costs))  # type: ignore[arg-type]
     else:
-        durations, transfer = [1] * (3 * graph.num_slots), [0] * graph.num_slots
+        durations = np.ones(3 * graph.num_slots, dtype=np.int64)
+        transfer = np.zeros(graph.num_slots, dtype=np.int64)
     return dispatch(graph, rule, durations=durations, transfer=transfer, limits=limits, amounts=amounts)
 
 
-def timed_ticks(graph: WorkGraph, rule: Rule, seconds: SlotSeconds) -> tuple[list[int], list[int]]:
+def timed_ticks(graph: WorkGraph, rule: Rule, seconds: SlotSeconds) -> tuple[IntArray, IntArray]:
     """Ticks of each operation and transfer for the list scheduler."""
     operations = seconds.operations(rule.split)
     longest = float(max(operations.max(initial=0.0), seconds.transfer.max(initial=0.0)))
@@ -134,10 +137,9 @@ def stage_depths(shape: PipelineShape) -> list[int]:
     return depths
 
 
-def default_turns(graph: WorkGraph) -> list[int]:
+def default_turns(graph: WorkGraph) -> IntArray:
     """[slots] place of each slot's microbatch among all microbatches that have any unit."""
-    place = {microbatch: i for i, microbatch in enumerate(sorted(set(graph.slot_microbatch)))}
-    return [place[microbatch] for microbatch in graph.slot_microbatch]
+    return np.unique(np.array(graph.slot_microbatch, dtype=np.int64), return_inverse=True)[1]
 
 
 def fixed_rule(graph: WorkGraph, order: str) -> Rule:
@@ -145,17 +147,17 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
     shape = graph.shape
     depths: list[int | None] = [*stage_depths(shape)]
     unlimited: list[int | None] = [None] * shape.num_stages
-    turns, stages = default_turns(graph), graph.slot_stage
+    turns, stages = default_turns(graph), np.array(graph.slot_stage, dtype=np.int64)
     # Earliest microbatch first; among equals, the stage nearer to the loss.
-    forward_key = sort_places([(turns[i], -stages[i], i) for i in range(graph.num_slots)])
+    forward_key = sort_places(turns, -stages)
     backward_key = forward_key
     entry_limit = [*unlimited]
     if order == "interleaved" and shape.num_ranks < shape.num_stages:
         group = shape.num_ranks
-        chunk = [shape.stages_of_rank(shape.ranks_of_stages[s]).index(s) for s in range(shape.num_stages)]
-        keys = [(turns[i] // group, chunk[stages[i]], turns[i] % group, i) for i in range(graph.num_slots)]
-        forward_key = sort_places(keys)
-        backward_key = sort_places([(g, -c, m, i) for g, c, m, i in keys])
+        chunks = [shape.stages_of_rank(shape.ranks_of_stages[s]).index(s) for s in range(shape.num_stages)]
+        chunk = np.array(chunks)[stages]
+        forward_key = sort_places(turns // group, chunk, turns % group)
+        backward_key = sort_places(turns // group, -chunk, turns % group)
         entry_limit = _entry_limits(shape)
     split = order == "zero_bubble"
     limited = split and None not in shape.stage_limits
@@ -166,7 +168,7 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
         backward_key=backward_key,
         depth=unlimited if order in ("gpipe", "eager") or limited else depths,
         entry_limit=entry_limit,
-        split=[split and bool(graph.backward_targets[i]) for i in range(graph.num_slots)],
+        split=(split & (graph.backward_targets.sizes > 0)).tolist(),
         weight_limit=max(stage_depths(shape)) if split and not limited else None,
         first="forward" if order == "gpipe" else "alternate",
         phases=order == "gpipe",
@@ -190,8 +192,8 @@ def _entry_limits(shape: PipelineShape) -> list[int | None]:
     return limits
 
 
-def sort_places(keys: Sequence[tuple[int, ...]]) -> list[int]:
-    """Place of each key in sorted order."""
-    places = np.empty(len(keys), dtype=np.int64)
-    places[sorted(range(len(keys)), key=keys.__getitem__)] = np.arange(len(keys))
-    return [int(place) for place in places]
+def sort_places(*keys: IntArray) -> list[int]:
+    """Place of each entry when sorted by the first key, then by the next ones; ties keep their order."""
+    places = np.empty(len(keys[0]), dtype=np.int64)
+    places[np.lexsort(keys[::-1])] = np.arange(len(places))
+    return list(places.tolist())

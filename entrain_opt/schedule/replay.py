@@ -4,16 +4,17 @@ Each rank runs one operation at a time, in its order, as soon as the inputs are 
 starts when its output is ready (the receive is posted ahead); each pair of ranks carries one message at a time in each
 direction, activations and gradients apart.
 
-Promise: exact for the given durations. Price: O(operations), about 1 us each, most of it for lists in Python; the loop
-over time is compiled (`replay_kernel.py`).
+Promise: exact for the given durations. Price: O(operations), about 0.1 us each; the loop over time is compiled
+(`replay_kernel.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from entrain_opt.errors import ScheduleError
 from entrain_opt.schedule import columns
@@ -21,8 +22,10 @@ from entrain_opt.schedule.graph import WorkGraph
 from entrain_opt.schedule.links import Links
 from entrain_opt.schedule.replay_kernel import play_orders
 
+FloatArray = NDArray[np.float64]
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replay:
     """Times of one replica.
 
@@ -33,14 +36,14 @@ class Replay:
         makespan_seconds: end of the last operation.
     """
 
-    start: list[float]
-    end: list[float]
-    ready: list[float]
-    sent: list[float]
+    start: FloatArray
+    end: FloatArray
+    ready: FloatArray
+    sent: FloatArray
     makespan_seconds: float
 
 
-def replay(graph: WorkGraph, orders: list[list[int]], durations: list[float], transfer: list[float]) -> Replay:
+def replay(graph: WorkGraph, orders: list[list[int]], durations: ArrayLike, transfer: ArrayLike) -> Replay:
     """Run the orders.
 
     Args:
@@ -63,11 +66,11 @@ def replay(graph: WorkGraph, orders: list[list[int]], durations: list[float], tr
         stages,
         slots,
         links.joined(),
-        np.array([operation for order in orders for operation in order], dtype=np.int64),
+        np.array(list(chain.from_iterable(orders)), dtype=np.int64),
         np.array([0, *accumulate(len(order) for order in orders)], dtype=np.int64),
         np.array(durations, dtype=np.float64),
         np.array(transfer, dtype=np.float64),
-        np.array(graph.missing, dtype=np.int64),
+        graph.missing.copy(),
     )
     if any(op >= 0 for op in waiting):
         heads = ", ".join(f"rank {r} at {graph.action(op)}" for r, op in enumerate(waiting) if op >= 0)
@@ -75,5 +78,5 @@ def replay(graph: WorkGraph, orders: list[list[int]], durations: list[float], tr
             f"schedule: the orders cannot go on: {heads} wait for operations that are missing or stand later in "
             f"another order. Make the order with schedule_replica or check it with check_schedule."
         )
-    start, end, ready, sent = times.tolist()
-    return Replay(start=start, end=end, ready=ready, sent=sent, makespan_seconds=max(end, default=0.0))
+    start, end, ready, sent = times
+    return Replay(start=start, end=end, ready=ready, sent=sent, makespan_seconds=float(end.max(initial=0.0)))

@@ -20,6 +20,8 @@ import math
 import random
 from dataclasses import dataclass
 
+import numpy as np
+
 from entrain_opt.assignment import BatchCosts
 from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
@@ -101,7 +103,6 @@ class _Search:
     ) -> None:
         self.graph, self.seconds, self.left, self.chance = graph, seconds, evaluations, chance
         self.limits, self.amounts = memory_limits(graph, costs)
-        self.transfer = seconds.transfer.tolist()
         self.best_span = math.inf
         self.best_orders: list[list[int]] = []
         work = (seconds.forward + seconds.backward).tolist()
@@ -116,8 +117,7 @@ class _Search:
         """Makespan of explicit orders, kept if the best so far."""
         self.left -= 1
         split = split_slots(orders, self.graph.num_slots)
-        durations = self.seconds.operations(split).tolist()
-        span = replay(self.graph, orders, durations, self.transfer).makespan_seconds
+        span = replay(self.graph, orders, self.seconds.operations(split), self.seconds.transfer).makespan_seconds
         if span < self.best_span:
             self.best_span, self.best_orders = span, orders
         return span
@@ -177,7 +177,7 @@ class _Search:
 
 def search_rule(graph: WorkGraph, llm_order: list[int], *, first: str, split: bool, windowed: bool) -> Rule:
     """Priorities for a given order of the language-model microbatches; encoder units follow their first consumer."""
-    shape, count = graph.shape, graph.num_slots
+    shape = graph.shape
     turn_of_llm = [0] * len(llm_order)
     for turn, unit in enumerate(llm_order):
         turn_of_llm[unit] = turn
@@ -186,7 +186,7 @@ def search_rule(graph: WorkGraph, llm_order: list[int], *, first: str, split: bo
     for stage in range(shape.num_stages):
         encoder = shape.encoder_of_stage(stage)
         turns += turn_of_llm if encoder is None else encoder_turns[encoder]
-    key = sort_places([(turns[i], -graph.slot_stage[i], i) for i in range(count)])
+    key = sort_places(np.array(turns, dtype=np.int64), -np.array(graph.slot_stage, dtype=np.int64))
     depths = stage_depths(shape)
     unlimited: list[int | None] = [None] * shape.num_stages
     return Rule(
@@ -196,7 +196,7 @@ def search_rule(graph: WorkGraph, llm_order: list[int], *, first: str, split: bo
         backward_key=key,
         depth=[*depths] if windowed else unlimited,
         entry_limit=unlimited,
-        split=[split and bool(graph.backward_targets[i]) for i in range(count)],
+        split=(split & (graph.backward_targets.sizes > 0)).tolist(),
         weight_limit=max(depths) if split and windowed else None,
         first=first,
     )

@@ -64,7 +64,7 @@ def bubble_causes(timeline: Timeline) -> dict[str, FloatArray]:
 
 def _steady_and_rest(run: ReplicaRun) -> list[dict[str, float]]:
     """Per rank: idle seconds of the replica's own time, with the gaps of neither fill nor drain as `steady`."""
-    start, end = np.asarray(run.times.start), np.asarray(run.times.end)
+    start, end = run.times.start, run.times.end
     produced = produced_seconds(run)
     without_deferral = _gradient_without_deferral(run)
     result: list[dict[str, float]] = []
@@ -133,8 +133,8 @@ def _mean_steady(run: ReplicaRun) -> list[float]:
     )
     sizes = np.bincount(group, minlength=3 * graph.shape.num_stages)
     means = np.bincount(group, weights=durations, minlength=len(sizes)) / np.maximum(sizes, 1)
-    times = replay(graph, run.orders, means[group].tolist(), [0.0] * count)
-    start, end = np.asarray(times.start), np.asarray(times.end)
+    times = replay(graph, run.orders, means[group], np.zeros(count))
+    start, end = times.start, times.end
     steady = []
     for order in run.orders:
         operations = np.array(order, dtype=np.int64)

@@ -56,7 +56,7 @@ def memory_curves(run: ReplicaRun, costs: BatchCosts, stages: StageCosts) -> lis
     has_backward = np.asarray(shape.has_backward, dtype=bool)[stage_of]
     is_split = np.zeros(count, dtype=bool)
     is_split[list(run.split)] = True
-    start, end, sent, ready = (np.asarray(v) for v in (run.times.start, run.times.end, run.times.sent, run.times.ready))
+    start, end, sent, ready = run.times.start, run.times.end, run.times.sent, run.times.ready
     end_forward, end_backward = end[:count], end[count : 2 * count]
     no_logits_after = np.where(has_backward, end_backward, end_forward)
     released = np.where(is_split, end[2 * count :], no_logits_after)
@@ -88,12 +88,9 @@ def memory_curves(run: ReplicaRun, costs: BatchCosts, stages: StageCosts) -> lis
         pieces.append((rank_of[out], end_forward[out], sent[out], crossing[out], 1))
         back = unit[remote & has_backward[unit]]
         pieces.append((rank_of[back], ready[count + back], end_backward[back], crossing[back], 1))
-    curves = []
     weight_bytes = stages.weight_bytes or (0.0,) * shape.num_stages
-    for rank in range(shape.num_ranks):
-        weights = sum(weight_bytes[stage] for stage in shape.stages_of_rank(rank))
-        curves.append(_curve(rank, pieces, weights))
-    return curves
+    weights = [sum(weight_bytes[stage] for stage in shape.stages_of_rank(rank)) for rank in range(shape.num_ranks)]
+    return _curves(pieces, weights)
 
 
 def slot_bytes(graph: WorkGraph, costs: BatchCosts, stages: StageCosts) -> tuple[FloatArray, FloatArray]:
@@ -112,18 +109,25 @@ def slot_bytes(graph: WorkGraph, costs: BatchCosts, stages: StageCosts) -> tuple
     return np.concatenate(held), np.concatenate(crossing)
 
 
-def _curve(
-    rank: int, pieces: list[tuple[IntArray, FloatArray, FloatArray, FloatArray, int]], weight_bytes: float
-) -> MemoryCurve:
-    seconds, change, part = [], [], []
-    for owner, since, until, size, kind in pieces:
-        mine = (owner == rank) & (size > 0)
-        seconds += [since[mine], until[mine]]
-        change += [size[mine], -size[mine]]
-        part.append(np.full(2 * int(mine.sum()), kind))
-    times, changes, kinds = np.concatenate(seconds), np.concatenate(change), np.concatenate(part)
-    # What ends at an instant is gone before what begins then is there.
-    order = np.lexsort((changes > 0, times))
+def _curves(
+    pieces: list[tuple[IntArray, FloatArray, FloatArray, FloatArray, int]], weight_bytes: list[float]
+) -> list[MemoryCurve]:
+    """Of each rank, from (rank, since, until, bytes, part) of everything that is held."""
+    there = [size > 0 for _, _, _, size, _ in pieces]
+    # What ends at an instant is gone before what begins then is there: ends stand before begins, and sorts are stable.
+    ranks = [owner[mine] for (owner, *_), mine in zip(pieces, there, strict=True)]
+    untils = [until[mine] for (_, _, until, _, _), mine in zip(pieces, there, strict=True)]
+    sinces = [since[mine] for (_, since, _, _, _), mine in zip(pieces, there, strict=True)]
+    sizes = np.concatenate([size[mine] for (_, _, _, size, _), mine in zip(pieces, there, strict=True)])
+    kinds = np.repeat([kind for *_, kind in pieces], [len(since) for since in sinces])
+    rank, times = np.concatenate(ranks + ranks), np.concatenate(untils + sinces)
+    order = np.argsort(times, kind="stable")
+    order = order[np.argsort(rank[order].astype(np.int16), kind="stable")]
     parts = np.zeros((len(order), len(PARTS)))
-    parts[np.arange(len(order)), kinds[order]] = changes[order]
-    return MemoryCurve(seconds=times[order], parts=np.cumsum(parts, axis=0), weight_bytes=weight_bytes)
+    parts[np.arange(len(order)), np.concatenate([kinds, kinds])[order]] = np.concatenate([-sizes, sizes])[order]
+    ends = np.cumsum(np.bincount(rank, minlength=len(weight_bytes))).tolist()
+    times = times[order]
+    return [
+        MemoryCurve(seconds=times[start:end], parts=np.cumsum(parts[start:end], axis=0), weight_bytes=weights)
+        for start, end, weights in zip([0, *ends[:-1]], ends, weight_bytes, strict=True)
+    ]

@@ -69,7 +69,7 @@ def run_replica(
             schedule = schedule_replica(work, shape, order=schedule, costs=costs)
         orders = graph.operations(schedule.compute)
     split = split_slots(orders, graph.num_slots)
-    times = replay(graph, orders, seconds.operations(split).tolist(), seconds.transfer.tolist())
+    times = replay(graph, orders, seconds.operations(split), seconds.transfer)
     return ReplicaRun(graph=graph, orders=orders, split=split, seconds=seconds, times=times)
 
 
@@ -94,16 +94,13 @@ def schedules_of_replicas(
 
 def forward_edges(graph: WorkGraph) -> tuple[IntArray, IntArray]:
     """Source and target slots of every forward dependency, by source."""
-    counts = [len(targets) for targets in graph.forward_targets]
-    source = np.repeat(np.arange(graph.num_slots), counts)
-    target = np.fromiter((t for row in graph.forward_targets for t in row), dtype=np.int64, count=sum(counts))
-    return source, target
+    return graph.forward_targets.row_of_value, graph.forward_targets.values
 
 
 def produced_seconds(run: ReplicaRun) -> FloatArray:
     """[3 * slots] when the last input of each operation had been computed, before any transfer."""
     graph, count = run.graph, run.graph.num_slots
-    end = np.asarray(run.times.end)
+    end = run.times.end
     source, target = forward_edges(graph)
     has_backward = np.asarray(graph.shape.has_backward, dtype=bool)[np.asarray(graph.slot_stage, dtype=np.int64)]
     produced = np.zeros(3 * count)

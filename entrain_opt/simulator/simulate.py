@@ -9,12 +9,13 @@ Model, and what it leaves out:
 - Optimizer steps of a rank follow its compute and the stage's reduction, one after the other.
 - The slowest replica decides; an optimizer step never starts the next iteration early.
 
-Price: about 10 us per action for a named order, 4 us for a given schedule; memory O(actions).
+Price: about 2 us per action; memory O(actions).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def simulate(
 
 def _compute_events(replica: int, run: ReplicaRun) -> Events:
     graph, count = run.graph, run.graph.num_slots
-    operations = np.array([op for order in run.orders for op in order], dtype=np.int64)
+    operations = np.array(list(chain.from_iterable(run.orders)), dtype=np.int64)
     slot = operations % max(count, 1)
     is_split = np.zeros(count + 1, dtype=bool)
     is_split[list(run.split)] = True
@@ -94,9 +95,9 @@ def _compute_events(replica: int, run: ReplicaRun) -> Events:
         stage=column(graph.slot_stage),
         microbatch=column(graph.slot_microbatch),
         part=column(graph.slot_part),
-        start=np.asarray(run.times.start)[operations],
-        end=np.asarray(run.times.end)[operations],
-        arrived=np.asarray(run.times.ready)[operations],
+        start=run.times.start[operations],
+        end=run.times.end[operations],
+        arrived=run.times.ready[operations],
         produced=produced_seconds(run)[operations],
     )
 
@@ -110,7 +111,7 @@ def _update_events(
     rows: list[tuple[float, ...]] = []
     for rank in range(shape.num_ranks):
         held = [stage for stage in shape.stages_of_rank(rank) if trained[stage]]
-        compute_end = [max((run.times.end[op] for op in run.orders[rank]), default=0.0) for run in runs]
+        compute_end = [float(run.times.end[run.orders[rank]].max(initial=0.0)) for run in runs]
         reduced: dict[int, float] = {}
         free = 0.0
         for stage in reversed(held):
@@ -146,5 +147,8 @@ def _update_events(
 def _gradients_ready(run: ReplicaRun, stage: int, compute_end: float) -> float:
     """End of a stage's last backward; a stage without work is ready when its rank is."""
     graph, count = run.graph, run.graph.num_slots
-    ends = [run.times.end[(2 if slot in run.split else 1) * count + slot] for slot in graph.slots_of_stage(stage)]
-    return max(ends, default=compute_end)
+    slots = graph.slots_of_stage(stage)
+    if not slots:
+        return compute_end
+    last = np.array([2 if slot in run.split else 1 for slot in slots]) if run.split else 1
+    return float(run.times.end[last * count + np.arange(slots.start, slots.stop)].max())

@@ -152,7 +152,7 @@ def _arrows(run: ReplicaRun, replica: int, *, first_id: int) -> list[dict[str, A
                     "id": first_id + len(events) // 2,
                     "pid": replica,
                     "tid": graph.slot_rank[operation % count],
-                    "ts": at * MICROSECONDS,
+                    "ts": float(at) * MICROSECONDS,
                 }
             )
 

@@ -72,6 +72,19 @@ def test_flags_give_a_table_and_a_file(folder, capsys, monkeypatch):
     assert plan.provenance.stability is not None
 
 
+def test_hardly_any_time_for_the_solver_gives_a_checked_plan_or_an_error(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    output = folder / "short.yaml"
+    assert main(flags(folder, "--time-limit", "0.01", "--output", str(output))) == 0
+    said = capsys.readouterr().out
+    plan = Plan.read(output)
+    plan.check(num_layers={"vision": 32, "llm": 16})
+    gap = plan.provenance.gap
+    assert (f"cp-sat: not proven optimal, gap {gap:.1%}" if gap else "cp-sat: optimal") in said
+    assert main(flags(folder, "--time-limit", "0", "--output", str(output))) == 1
+    assert "time_limit_seconds: expected more than 0, found 0.0" in capsys.readouterr().err
+
+
 def test_json_is_all_that_is_printed(folder, capsys):
     assert main(flags(folder, "--output", str(folder / "j.yaml"), "--json", "--what-if", "devices=2,8")) == 0
     found = json.loads(capsys.readouterr().out)

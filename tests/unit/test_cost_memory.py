@@ -26,6 +26,13 @@ def test_bytes_per_trained_parameter(name, per_parameter):
     assert name in precisions()
 
 
+@pytest.mark.parametrize(("name", "per_parameter"), [("32-true", 28), ("bf16-mixed", 28), ("bf16-true", 32)])
+def test_the_step_moves_the_masters_of_shorter_weights_as_well(name, per_parameter):
+    costs = make_costs(device="A100-80GB", precision=name)
+    bandwidth = costs.cluster.device_spec.memory_bytes_per_second
+    assert costs.step_seconds_per_parameter == pytest.approx(per_parameter / bandwidth)
+
+
 def test_frozen_parameters_have_neither_gradient_nor_optimizer_state():
     static = memory.parameter_bytes(1000, trained=False, precision=FULL, reduced=True)
     assert (static.weights, static.total) == (4000, 4000)
@@ -40,6 +47,15 @@ def test_a_tied_head_away_from_its_embedding_is_a_second_copy():
     whole = memory.stage_bytes(model, model.llm, (0, 6), precision=FULL, reduced=False)
     halves = [memory.stage_bytes(model, model.llm, part, precision=FULL, reduced=False) for part in ((0, 3), (3, 6))]
     assert sum(h.weights for h in halves) - whole.weights == 4 * model.llm.input_parameters
+
+
+def test_what_trains_is_what_has_gradients_the_copy_of_a_tied_head_included():
+    model = make_model(tied=True)
+    for layers in ((0, 6), (0, 3), (3, 6), (2, 4)):
+        held = memory.stage_bytes(model, model.llm, layers, precision=FULL, reduced=False)
+        assert memory.trained_parameters(model, model.llm, layers) == held.gradients / 4
+    frozen = make_model(tied=True, frozen=("language_model",))
+    assert memory.trained_parameters(frozen, frozen.llm, (3, 6)) == 0
 
 
 def test_frozen_towers_hold_one_layer_of_activations():

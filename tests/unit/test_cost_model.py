@@ -8,6 +8,8 @@ from planner_cases import make_costs, make_model, make_plan, make_samples
 
 from entrain_opt.assigner import assign_microbatches
 from entrain_opt.cost import CostModel, Line, MeasuredCosts, ModuleCosts, PartCosts
+from entrain_opt.cost.alike import AlikeStages
+from entrain_opt.cost.features import module_features
 from entrain_opt.errors import PlanError, RuntimeConfigError, WorkloadError
 from entrain_opt.simulator import simulate
 from entrain_opt.spec import ClusterSpec
@@ -125,6 +127,16 @@ def test_tied_embeddings_are_summed_across_ranks():
     assert reductions[0] == 0 < reductions[1]
 
 
+def test_the_copy_of_a_tied_head_is_stepped_and_reduced_like_a_head_of_its_own():
+    stages = [("vision", 0, 12, 0), ("llm", 0, 3, 1), ("llm", 3, 6, 2)]
+    tied, untied = (make_costs(model=make_model(tied=tied), devices=6) for tied in (True, False))
+    one, two = (make_plan(stages, data=data) for data in (1, 2))
+    steps = [costs.batch_costs(make_samples(5), one).stages.step_seconds for costs in (tied, untied)]
+    assert steps[0] == steps[1]
+    between_replicas = tied.reduce_seconds(two, 2) - tied.reduce_seconds(one, 2)
+    assert between_replicas == pytest.approx(untied.reduce_seconds(two, 2))
+
+
 def test_the_assigner_and_simulator_take_the_costs():
     costs, samples = make_costs(devices=3), make_samples(40)
     plan = make_plan([("vision", 0, 6, 0), ("vision", 6, 12, 1), ("llm", 0, 6, 2)])
@@ -158,3 +170,24 @@ def test_wrong_inputs_are_named():
     audio = replace(samples, media_kind=np.ones_like(samples.media_kind))
     with pytest.raises(WorkloadError, match="none for audio"):
         make_costs().module_seconds(audio)
+
+
+def test_stages_that_are_alike_cost_what_each_costs_alone():
+    stages = [("vision", 0, 4), ("vision", 4, 8), ("vision", 8, 12), ("llm", 0, 2), ("llm", 2, 4), ("llm", 4, 6)]
+    plan = make_plan([(*stage, rank) for rank, stage in enumerate(stages)])
+    costs, samples = make_costs(model=make_model(tied=True), devices=6), make_samples(20)
+    found = costs.batch_costs(samples, plan).stages
+    features = module_features(samples, costs.model)
+    for index, stage in enumerate(plan.stages):
+        module = costs.model.module(stage.module)
+        for backward, seconds in ((False, found.forward_seconds), (True, found.backward_seconds)):
+            alone = costs.stage_item_seconds(module, stage.layers, features[module.name], backward=backward)
+            np.testing.assert_array_equal(seconds[index], alone)
+        assert found.weight_bytes[index] == costs.static_bytes(stage, plan.degrees).total
+        assert found.reduce_seconds[index] == costs.reduce_seconds(plan, index)
+    assert AlikeStages(costs.model, plan).first == [0, 1, 2, 3, 4, 5]
+    inner = make_plan([("vision", layer, layer + 1, layer) for layer in range(12)] + [("llm", 0, 6, 12)])
+    assert AlikeStages(costs.model, inner).first == [0, *[1] * 10, 11, 12]
+    sent = costs.batch_costs(samples, inner).stages.send_seconds
+    assert sent[1] is sent[2]
+    assert not sent[12].any()

@@ -1,11 +1,13 @@
 """Tensor parallelism and recompute: work divided, messages added, memory divided where it can be."""
 
+from dataclasses import replace
+
 import pytest
 from planner_cases import make_costs, make_model, make_samples
 
 from entrain_opt.cost import memory
 from entrain_opt.cost.precision import find_precision
-from entrain_opt.cost.tensor import tensor_degrees
+from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.plan import ParallelDegrees, StagePlan
 
 COSTS = make_costs(model=make_model(scale=8), devices=4, device="A100-80GB", precision="bf16-mixed")
@@ -79,3 +81,11 @@ def test_degrees_divide_heads_widths_and_nodes():
     llm = COSTS.model.llm
     assert tensor_degrees(COSTS.model, llm, (1, 2, 3, 4, 5, 8), 4) == [1, 2, 4]
     assert tensor_degrees(COSTS.model, llm, (8,), 4) == []
+
+
+def test_the_rule_names_every_size_that_a_degree_must_divide():
+    # The degree divides the tower's own sizes, but not the width of the language model that its projector ends in.
+    model = COSTS.model
+    odd = replace(model, llm=replace(model.llm, hidden_size=1537))
+    assert tensor_degrees(odd, odd.encoders[0], (2,), 4) == []
+    assert "the language model's width (1537)" in tensor_rule(odd, odd.encoders[0], 4)

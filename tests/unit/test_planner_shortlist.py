@@ -11,9 +11,9 @@ from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.demand import estimate_demand
-from entrain_opt.planner.estimates import Estimator
+from entrain_opt.planner.estimates import Estimator, Layout
 from entrain_opt.planner.search import lower_bound_ticks, rank_choices
-from entrain_opt.planner.shortlist import build_shortlist
+from entrain_opt.planner.shortlist import WORTH_KEEPING, build_shortlist
 from entrain_opt.planner.space import allowed_layouts, groups_fit_nodes, microbatch_counts
 from entrain_opt.spec import ClusterSpec
 
@@ -45,6 +45,16 @@ def test_no_choice_that_could_win_is_dropped(devices, gib, frozen):
         assert whole.tick_seconds == short.tick_seconds
 
 
+def test_another_kind_is_kept_however_much_slower_it_is():
+    # On a slow network, messages between two ranks take far less than summing all gradients.
+    costs = CostModel(make_model(), ClusterSpec(devices_per_node=1, num_nodes=2))
+    costs.links = replace(costs.links, network_bytes_per_second=1e3)
+    _, ranking = build_shortlist(costs, estimate_demand(SAMPLES, costs, 32), PlanOptions(cost_model="analytic"))
+    best = {kind: min(r.ticks for r in ranking if r.choice.kind == kind) for kind in {r.choice.kind for r in ranking}}
+    first, second = sorted(best.values())[:2]
+    assert second > (1 + WORTH_KEEPING) * first
+
+
 def test_bounds_hold_for_every_layout():
     costs, demand, options = make(8)
     estimator = Estimator(costs, demand)
@@ -59,6 +69,18 @@ def test_bounds_hold_for_every_layout():
             if found is not None:
                 assert bound / whole.tick_seconds <= found + 1e-6
                 assert lower_bound_ticks(whole, choice) <= found
+
+
+def test_the_copy_of_a_tied_head_is_stepped_as_a_head_of_its_own_is():
+    layout = Layout(degrees=ParallelDegrees(data=1, pipeline=2), tensor=(1, 1), recompute=(False, False))
+    updates = []
+    for tied in (True, False):
+        costs = CostModel(make_model(tied=tied), ClusterSpec(devices_per_node=2))
+        # With one microbatch, a rank is judged by its update alone.
+        seconds = Estimator(costs, estimate_demand(SAMPLES, costs, 32)).seconds(layout, np.array([1]))
+        updates.append(seconds.parts[2, 1, 0])
+    assert updates[0] == pytest.approx(updates[1])
+    assert updates[0] > 0
 
 
 def test_layouts_use_all_devices_divide_heads_and_stay_within_nodes():
@@ -76,7 +98,14 @@ def test_layouts_use_all_devices_divide_heads_and_stay_within_nodes():
 
 def test_a_degree_that_no_module_can_have_is_an_error():
     costs, demand, options = make(2, options=replace(WIDE, tensor_degrees=(7,)))
-    with pytest.raises(PlanError, match=r"tensor_degrees: none of \[7\] divides the 48 heads"):
+    with pytest.raises(PlanError, match=r"tensor_degrees: none of \[7\] is possible: .* its heads \(48\)"):
+        build_shortlist(costs, demand, options)
+
+
+def test_the_error_for_degrees_that_use_no_number_of_devices_lists_those_that_do():
+    costs, demand, options = make(8, options=replace(WIDE, tensor_degrees=(2,), data_degree=8))
+    possible = r"\[\(1, 4, 2\), \(2, 2, 2\), \(4, 1, 2\)\]"
+    with pytest.raises(PlanError, match=rf"tensor_degrees \[2\], data_degree = 8\. .*: {possible}"):
         build_shortlist(costs, demand, options)
 
 

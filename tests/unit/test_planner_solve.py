@@ -11,6 +11,7 @@ from entrain_opt.errors import PlanError, WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.options import METHODS
+from entrain_opt.planner.table import plan_sentences
 from entrain_opt.spec import ClusterSpec
 
 ANALYTIC = PlanOptions(cost_model="analytic")
@@ -69,7 +70,7 @@ def test_what_the_user_fixes_stays_fixed():
     plan = solve(4, data_degree=2, num_microbatches=5, schedule="eager", policy="in_order")
     assert (plan.degrees.data, plan.degrees.pipeline, plan.num_microbatches) == (2, 2, 5)
     assert (plan.schedule, plan.policy) == ("eager", "in_order")
-    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible pairs"):
+    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible with one tensor degree"):
         solve(4, data_degree=3)
 
 
@@ -102,6 +103,19 @@ def test_data_of_one_kind_only(kind):
 def test_too_little_memory_names_the_stage_the_need_and_the_closest_choice():
     with pytest.raises(PlanError, match=r"stage \d+ \(.*\) needs .* MiB, the device has 16.0 MiB.*closest choice"):
         solve(4, memory_bytes=16 << 20)
+
+
+def test_where_only_the_papers_split_does_not_fit_the_method_is_what_binds():
+    little = {"pipeline_degree": 2, "memory_bytes": 330 << 20}
+    with pytest.raises(PlanError, match=r"^method: the proportional split .* fits nowhere, another split does\. Use"):
+        solve(4, method="proportional", **little)
+    assert solve(4, **little).provenance.method == "cp-sat"
+
+
+def test_changes_that_cannot_be_trained_with_yet_are_marked():
+    with pytest.raises(PlanError, match=r"pipeline=2, tensor=[124]/[124]\) \(to plan with only\)") as raised:
+        solve(4, pipeline_degree=2, memory_bytes=90 << 20)
+    assert "8 devices (data=1, pipeline=8);" in str(raised.value)
 
 
 def test_a_sample_that_no_rank_can_hold_is_named():
@@ -167,3 +181,20 @@ def test_bad_options_are_named(options, message):
 def test_no_samples_is_an_error():
     with pytest.raises(WorkloadError):
         solve(samples=SAMPLES.take(np.zeros(0, dtype=np.int64)))
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e-9])
+@pytest.mark.parametrize("method", ["cp-sat", "ilp-highs", "ilp-cbc"])
+def test_with_hardly_any_time_the_plan_holds_and_says_what_is_not_proved(method, limit):
+    plan = solve(4, method=method, pipeline_degree=4, time_limit_seconds=limit)
+    plan.check(num_layers={"vision": 12, "llm": 6})
+    assert max(plan.predicted.peak_bytes) <= ClusterSpec().memory_limit_bytes
+    best = solve(4, method="search", pipeline_degree=4).provenance.objective_seconds
+    proof = plan.provenance
+    assert proof.bound_seconds <= best <= proof.objective_seconds
+    said = next(line for line in plan_sentences(plan) if line.startswith(f"{method}: "))
+    gap = 1 - proof.bound_seconds / proof.objective_seconds
+    assert (proof.solver_status == "optimal") == (gap == 0)
+    assert said.startswith(f"{method}: optimal," if gap == 0 else f"{method}: not proven optimal, gap {gap:.1%},")
+    if method == "cp-sat" and limit < 1e-6:
+        assert gap > 0

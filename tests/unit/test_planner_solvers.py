@@ -3,6 +3,7 @@
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +14,7 @@ from entrain_opt.errors import SolverError
 from entrain_opt.planner.cp_sat import promising_choices, solve_cp_sat
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.instance import Choice, Instance, PartTicks
-from entrain_opt.planner.search import lower_bound_ticks, rank_choices, solve_by_search
+from entrain_opt.planner.search import least_memory, lower_bound_ticks, rank_choices, solve_by_search
 from entrain_opt.planner.solution import Solution, checked
 
 
@@ -125,6 +126,20 @@ def test_two_workers_give_the_answer_of_one():
         if ranked:
             one, two = (solve_cp_sat(instance, incumbent=ranked[0], workers=workers) for workers in (1, 2))
             assert one == two
+
+
+def test_the_least_memory_is_that_of_a_partition_that_the_choice_allows():
+    parts = PartTicks(layer=(1, 10), first=(0, 0), last=(0, 0), stage=(0, 0))
+    alone = Choice(
+        data=1, pipeline=2, num_microbatches=1, shares=False, constant_ticks=0, ticks=parts, mib=(parts, parts)
+    )
+    choices = (alone, replace(alone, shares=True))
+    instance = Instance(modules=("a", "b"), num_layers=(2, 3), choices=choices, limit_mib=25, tick_seconds=1.0)
+    apart, shared = (least_memory(instance, choice) for choice in choices)
+    assert apart is not None
+    assert shared is not None
+    assert (apart.ends, apart.ticks) == ((2, 5), 30)
+    assert (shared.ends, shared.ticks) == ((3, 5), 20)
 
 
 def test_infeasible_is_no_answer():

@@ -51,6 +51,33 @@ def test_regret_is_against_the_best_cut_with_modules_apart():
     assert (best <= regrets + 1e-12).all() or vision == 2
 
 
+def test_a_rank_with_pieces_that_are_no_neighbours_takes_as_long_as_all_of_them():
+    samples, costs = make_samples(100), make_costs(devices=2)
+    plan = make_plan([("vision", 0, 4, 0), ("vision", 4, 12, 1), ("llm", 0, 5, 0), ("llm", 5, 6, 1)])
+    cuts = Cuts(plan, samples, costs)
+    sums = cuts.draw(np.random.default_rng(0), 8, 10)
+    patches, vision, projector, table, llm, head = sums.T
+    first, second = patches + 4 * vision + table + 5 * llm, 8 * vision + projector + llm + head
+    layers = [np.repeat(layer[:, None], count, axis=1) for layer, count in ((vision, 12), (llm, 6))]
+    for module, entry, exit_ in ((layers[0], patches, projector), (layers[1], table, head)):
+        module[:, 0] += entry
+        module[:, -1] += exit_
+    prefix = np.cumsum(np.concatenate([np.zeros((10, 1)), *layers], axis=1), axis=1)
+    best = fastest_slowest(prefix, 2)[2]
+    np.testing.assert_allclose(cuts.regrets(sums), np.maximum(first, second) / best - 1)
+
+
+def test_the_numbers_of_the_ranks_do_not_matter():
+    samples, costs = make_samples(100), make_costs(devices=4)
+    stages = [("vision", 0, 3), ("vision", 3, 12), ("llm", 0, 5), ("llm", 5, 6)]
+    in_order, reversed_ = (
+        Cuts(make_plan([(*stage, rank) for stage, rank in zip(stages, ranks, strict=True)]), samples, costs)
+        for ranks in (range(4), (3, 2, 1, 0))
+    )
+    sums = in_order.draw(np.random.default_rng(0), 8, 10)
+    np.testing.assert_allclose(in_order.regrets(sums), reversed_.regrets(sums))
+
+
 def test_b_min_is_found_and_the_chosen_plan_holds_from_there_on():
     samples, costs = make_samples(400, spread=0.7), make_costs(devices=4)
     options = PlanOptions(cost_model="analytic", pipeline_degree=4)
@@ -103,3 +130,10 @@ def test_tensor_degrees_that_differ_keep_their_ranks():
     cuts = Cuts(wide, make_samples(50), costs)
     assert cuts.fixed_ranks
     assert (cuts.regrets(cuts.draw(np.random.default_rng(0), 8, 5)) >= -1e-12).all()
+
+
+def test_where_no_size_is_enough_the_largest_one_tried_is_named():
+    certificate = plan_stability(PLAN, make_samples(50), make_costs(devices=4), tolerance=-1.0, smallest=20_000)
+    assert certificate.batch_size is None
+    assert certificate.largest_size == 40_000
+    assert "A static plan needs more than 40,000 samples per batch" in certificate.sentence()

@@ -62,13 +62,28 @@ def test_causes_add_up_to_the_idle_time(bench):
 
 def test_memory_adds_up_to_the_simulated_peak(bench):
     timeline = bench.timeline(0, "pairwise", "1f1b")
-    peaks = memory_peak_view(timeline, bench.costs, bench.plan, limit_bytes=bench.limit_bytes)
+    nothing = bench.recomputed_bytes(0, "pairwise")
+    assert not nothing.any()
+    peaks = memory_peak_view(timeline, bench.costs, bench.plan, nothing, limit_bytes=bench.limit_bytes)
     total = np.sum([values for _, values in peaks.parts], axis=0)
     np.testing.assert_allclose(total, timeline.peak_bytes.max(axis=0), rtol=1e-9)
     for replica in range(2):
         curves = memory_curve_view(timeline, bench.plan, replica, limit_bytes=bench.limit_bytes)
         np.testing.assert_allclose([max(v) for v in curves.num_bytes], timeline.peak_bytes[replica])
         assert all(list(seconds) == sorted(seconds) for seconds in curves.seconds)
+
+
+def test_the_layer_being_recomputed_is_part_of_the_peak():
+    plan = make_bench().plan
+    stages = tuple(replace(stage, recompute=stage.module == "llm") for stage in plan.stages)
+    bench = make_bench(stages=stages)
+    timeline, recomputed = bench.timeline(0, "pairwise", "1f1b"), bench.recomputed_bytes(0, "pairwise")
+    peaks = memory_peak_view(timeline, bench.costs, bench.plan, recomputed, limit_bytes=bench.limit_bytes)
+    parts = dict(peaks.parts)
+    assert parts["recomputed layer"][:2] == (0.0, 0.0) < parts["recomputed layer"][2:]
+    expected = (timeline.peak_bytes + recomputed).max(axis=0)
+    np.testing.assert_allclose(np.sum(list(parts.values()), axis=0), expected, rtol=1e-9)
+    assert bench.trial("pairwise", "1f1b").peak_bytes >= expected.max()
 
 
 def test_the_headline_names_plan_baseline_and_ratio():

@@ -21,16 +21,16 @@ def play(num_microbatches, num_stages, transfer_seconds, order="gpipe", **stages
 
 def test_transfers_shorter_than_compute_only_delay_the_start():
     graph, times = play(4, 2, 0.5)
-    second_stage = times.start[graph.stage_first[1] : graph.stage_first[2]]
+    second_stage = times.start[graph.stage_first[1] : graph.stage_first[2]].tolist()
     assert second_stage == [1.5, 2.5, 3.5, 4.5]
 
 
 def test_a_link_carries_one_message_at_a_time():
     graph, times = play(4, 2, 3.0)
-    second_stage = times.start[graph.stage_first[1] : graph.stage_first[2]]
+    second_stage = times.start[graph.stage_first[1] : graph.stage_first[2]].tolist()
     # The first output is there at 1 + 3; each later one queues behind the transfer before it.
     assert second_stage == [4.0, 7.0, 10.0, 13.0]
-    assert times.sent[: graph.stage_first[1]] == [4.0, 7.0, 10.0, 13.0]
+    assert times.sent[: graph.stage_first[1]].tolist() == [4.0, 7.0, 10.0, 13.0]
 
 
 def test_directions_do_not_share_a_link():
@@ -57,6 +57,6 @@ def test_scaling_all_times_scales_the_result():
     orders = fixed_order(graph, "1f1b", None)
     durations = np.random.default_rng(0).uniform(0, 1, 3 * graph.num_slots)
     transfer = np.full(graph.num_slots, 0.25)
-    once = replay(graph, orders, durations.tolist(), transfer.tolist())
-    twice = replay(graph, orders, (2 * durations).tolist(), (2 * transfer).tolist())
+    once = replay(graph, orders, durations, transfer)
+    twice = replay(graph, orders, 2 * durations, 2 * transfer)
     assert twice.makespan_seconds == 2 * once.makespan_seconds

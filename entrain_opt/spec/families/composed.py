@@ -35,7 +35,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.families.audio import AUDIO_TYPES, read_audio
 from entrain_opt.spec.families.fields import Fields, part, unknown
 from entrain_opt.spec.families.parts import Parts, asks_to_tie
-from entrain_opt.spec.families.qwen_vision import read_qwen2_5_vision, read_qwen3_vision
+from entrain_opt.spec.families.qwen_vision import qwen_output_width, read_qwen2_5_vision, read_qwen3_vision
 from entrain_opt.spec.families.text import TEXT_TYPES, read_text
 from entrain_opt.spec.families.towers import TOWER_TYPES, read_tower
 from entrain_opt.spec.model import ModuleSpec
@@ -81,7 +81,7 @@ def _read_vision(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int 
             f"{where}: deepstack_visual_indexes: expected [] in a composed model, because only Qwen3-VL's language "
             f"model takes such features, found {list(module.deepstack_layers)}."
         )
-    return module, Fields(given, {"out_hidden_size": 3584}, where).count("out_hidden_size")
+    return module, qwen_output_width(given, where)
 
 
 def _read_audio(given: Mapping[str, Any], where: str) -> tuple[ModuleSpec, int | None]:

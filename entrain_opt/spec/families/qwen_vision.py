@@ -41,6 +41,11 @@ _QWEN3 = {
 }
 
 
+def qwen_output_width(given: Mapping[str, Any], where: str) -> int:
+    """Values per media token that the merger of either tower hands on."""
+    return Fields(given, _COMMON, where).count("out_hidden_size")
+
+
 def read_qwen2_5_vision(given: Mapping[str, Any] | None, where: str) -> ModuleSpec:
     """The tower of Qwen2.5-VL and Qwen2.5-Omni with its merger.
 

@@ -1,0 +1,95 @@
+"""Replays: memory that the simulator does not see, and what is kept between plans."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from planner_cases import make_costs, make_model, make_plan, make_samples
+
+from entrain_opt.assigner import assign_microbatches
+from entrain_opt.planner import PlanOptions
+from entrain_opt.planner.candidates import BEHIND, Candidates
+from entrain_opt.planner.demand import estimate_demand
+from entrain_opt.planner.replay import Replayer, recomputed_bytes
+from entrain_opt.planner.search import Ranked
+from entrain_opt.planner.solve import solve_instance
+
+
+def test_a_stage_recomputes_the_media_of_its_own_encoder_only():
+    model = make_model()
+    model = replace(model, encoders=(*model.encoders, replace(model.encoders[0], name="audio")))
+    samples = make_samples(20)
+    samples = replace(samples, media_kind=(np.arange(samples.num_media) % 3 == 0).astype(np.int64))
+    costs = make_costs(model=model, devices=3)
+    plan = make_plan([("vision", 0, 12, 0), ("audio", 0, 12, 1), ("llm", 0, 6, 2)])
+    plan = replace(plan, stages=tuple(replace(stage, recompute=stage.module != "llm") for stage in plan.stages))
+    batch = costs.batch_costs(samples, plan)
+    assignment = assign_microbatches(batch, plan.pipeline_shape, num_replicas=1, num_microbatches=1)
+    patches = [samples.media_patches[samples.media_kind == kind].sum() for kind in (0, 1)]
+    expected = [costs.layer_bytes(stage) * amount for stage, amount in zip(plan.stages, (*patches, 0), strict=True)]
+    np.testing.assert_allclose(recomputed_bytes(costs, plan, batch, assignment), [expected])
+
+
+def test_the_largest_microbatch_of_each_replica_counts():
+    samples, costs = make_samples(24), make_costs(devices=4)
+    plan = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)], data=2)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=True) for stage in plan.stages))
+    batch = costs.batch_costs(samples, plan)
+    assignment = assign_microbatches(batch, plan.pipeline_shape, num_replicas=2, num_microbatches=4)
+    found = recomputed_bytes(costs, plan, batch, assignment)
+    for replica in range(2):
+        tokens = [
+            batch.tokens[(assignment.replica == replica) & (assignment.llm_microbatch == microbatch)].sum()
+            for microbatch in range(int(assignment.num_microbatches[replica]))
+        ]
+        assert found[replica, 1] == pytest.approx(costs.layer_bytes(plan.stages[1]) * max(tokens))
+
+
+def test_what_is_kept_of_a_plan_without_recompute_is_not_taken_for_one_with():
+    samples, costs = make_samples(120), make_costs(devices=8)
+    demand = estimate_demand(samples, costs, 16)
+    options = PlanOptions(cost_model="analytic")
+    plain = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)], data=4)
+    again = replace(plain, stages=tuple(replace(stage, recompute=stage.module == "llm") for stage in plain.stages))
+    kept = Replayer(costs, demand, options)
+    kept.replay(plain, num_batches=4, num_replicas=1)
+    fresh = Replayer(costs, demand, options).replay(again, num_batches=4, num_replicas=1)
+    assert kept.replay(again, num_batches=4, num_replicas=1) == fresh
+
+
+def test_plans_of_degrees_that_did_not_fit_without_caps_get_them_at_once(monkeypatch):
+    costs = make_costs(model=make_model(scale=4), devices=2)
+    demand = estimate_demand(make_samples(120), costs, 64)
+    first, second = (make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)], num_microbatches=count) for count in (16, 32))
+    roomy = Replayer(costs, demand, PlanOptions(cost_model="analytic")).replay(first, num_batches=1, num_replicas=1)
+    assert roomy.plan.patches_in_flight is roomy.plan.tokens_in_flight is None
+    tight = Replayer(costs, demand, PlanOptions(cost_model="analytic", memory_bytes=int(0.9 * max(roomy.peak_bytes))))
+    played = []
+    simulate = tight._simulate
+    monkeypatch.setattr(tight, "_simulate", lambda batch, plan: (played.append(plan), simulate(batch, plan))[1])
+    for plan in (first, second):
+        found = tight.replay(plan, num_batches=2, num_replicas=1)
+        assert max(found.peak_bytes) <= tight.limit_bytes
+        assert found.plan.patches_in_flight is not None
+        assert len(found.batch_seconds) == 2
+    # Without caps, one batch of the first plan showed that it does not fit.
+    assert [plan.num_microbatches for plan in played if plan.patches_in_flight is None] == [16]
+
+
+def test_candidates_far_behind_are_played_less_and_the_chosen_one_most():
+    costs = make_costs(devices=8)
+    options = PlanOptions(cost_model="analytic", pipeline_degree=4)
+    demand = estimate_demand(make_samples(120), costs, 32)
+    instance, solution, ranking = solve_instance(costs, demand, options)
+    candidates = Candidates(instance, Replayer(costs, demand, options), make_plan([("llm", 0, 6, 0)]))
+    solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
+    best, *others = candidates.search(solved, ranking, None)
+    assert len(best.replay.batch_seconds) == 4
+    short = [other for other in others if other.replay and len(other.replay.batch_seconds) == 1]
+    assert short
+    for other in short:
+        # As seconds are scaled to the batches that the chosen one was played on, what was far behind still is.
+        assert other.seconds > (1 + BEHIND) * best.seconds * 0.99
+    assert all(
+        best.seconds <= other.seconds for other in others if other.replay and len(other.replay.batch_seconds) == 4
+    )
