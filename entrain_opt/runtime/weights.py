@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families import Family
 from entrain_opt.runtime.lora import is_adapter, plain_name
+from entrain_opt.runtime.shards import Shard
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -101,17 +102,20 @@ def has_safetensors(folder: Path) -> bool:
     return bool(_weight_files(folder))
 
 
-def load_safetensors(model: nn.Module, family: Family, folder: Path) -> None:
-    """Read this rank's parameters from the folder's safetensors.
+def load_safetensors(
+    model: nn.Module, family: Family, folder: Path, shards: Mapping[str, Shard] | None = None
+) -> None:
+    """Read this rank's parameters from the folder's safetensors, of divided ones its part alone.
 
     Raises:
         RuntimeConfigError: a parameter is missing or has another shape.
     """
     files = _weight_files(folder)
     wanted = {plain_name(name): p for name, p in model.named_parameters() if not is_adapter(name)}
+    parts = {plain_name(name): shard for name, shard in (shards or {}).items()}
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
         with torch.no_grad():
-            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))
+            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape, parts.get(name)))
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -144,13 +148,17 @@ def _find_on_disk(files: dict[str, Path], family: Family, names: Iterable[str], 
     return found
 
 
-def _read_tensor(path: Path, stored: str, name: str, shape: torch.Size) -> Tensor:
+def _read_tensor(path: Path, stored: str, name: str, shape: torch.Size, part: Shard | None) -> Tensor:
     from safetensors import safe_open
 
+    expected = shape if part is None else part.shape
     with safe_open(path, "pt") as content:
-        tensor = content.get_tensor(stored)
-    if tensor.shape != shape:
-        raise RuntimeConfigError(
-            f"model: {path} holds {stored!r} with shape {list(tensor.shape)}, but {name!r} expects {list(shape)}."
-        )
-    return tensor
+        whole = content.get_slice(stored)
+        if whole.get_shape() != list(expected):
+            raise RuntimeConfigError(
+                f"model: {path} holds {stored!r} with shape {whole.get_shape()}, but {name!r} expects {list(expected)}."
+            )
+        if part is None:
+            tensor: Tensor = content.get_tensor(stored)
+            return tensor
+        return torch.cat([whole[part.index(start, end)] for start, end in part.ranges], dim=part.dim)
