@@ -92,11 +92,7 @@ class GradientReducer:
     def global_norm(self) -> Tensor:
         """Euclidean norm of all gradients of the model, each parameter once; equal on every rank."""
         tied = {id(parameter) for parameter in self._tied}
-        grads = [
-            p.grad
-            for p in self._counted
-            if p.grad is not None and (self._counts_tied or id(p) not in tied)
-        ]
+        grads = [p.grad for p in self._counted if p.grad is not None and (self._counts_tied or id(p) not in tied)]
         total = nn.utils.get_total_norm(grads).double() ** 2 if grads else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
         if self._groups.replica_ranks is not None:

@@ -111,15 +111,16 @@ def make_groups(
             source, target = rank_of[edge[0]], rank_of[edge[1]]
             for i in range(widths[target]):
                 # Chunks of an interleaved schedule share the group of their rank pair: order on it is the schedule's.
-                ends = [degrees.global_rank(r, source, i % widths[source]), degrees.global_rank(r, target, i)]
-                key = (*ends, edge[0] < edge[1])
+                sender = degrees.global_rank(r, source, i % widths[source])
+                receiver = degrees.global_rank(r, target, i)
+                key = (sender, receiver, edge[0] < edge[1])
                 if key not in shared:
-                    shared[key] = new_group(ends)
+                    shared[key] = new_group([sender, receiver])
                 group = shared[key]
-                if group is not None and mine == ends[0]:
-                    outgoing[edge] = (*outgoing.get(edge, ()), Link(peer=ends[1], group=group))
+                if group is not None and mine == sender:
+                    outgoing[edge] = (*outgoing.get(edge, ()), Link(peer=receiver, group=group))
                 elif group is not None:
-                    incoming[edge] = Link(peer=ends[0], group=group)
+                    incoming[edge] = Link(peer=sender, group=group)
         of_rank = [[degrees.global_rank(r, p, i) for i in range(width)] for p, width in enumerate(widths)]
         replica_ranks = new_group([rank for ranks in of_rank for rank in ranks]) or replica_ranks
         for ranks in of_rank:

@@ -51,12 +51,12 @@ class TensorGroup:
 
     def spread(self, rows: Tensor) -> Tensor:
         """The same rows; their gradient is summed over the group."""
-        spread: Tensor = _Spread.apply(rows, self)  # type: ignore[no-untyped-call]
+        spread: Tensor = _Spread.apply(rows, self)
         return spread
 
     def gather(self, shares: Tensor) -> Tensor:
         """The sum of the group's shares; its gradient goes to each of them."""
-        total: Tensor = _Gather.apply(shares, self)  # type: ignore[no-untyped-call]
+        total: Tensor = _Gather.apply(shares, self)
         return total
 
     def cross_entropy_sum(self, logits: Tensor, labels: Tensor, first: int) -> Tensor:
@@ -67,7 +67,7 @@ class TensorGroup:
             labels: [L] over the whole vocabulary.
             first: the entry that this device's first column is.
         """
-        loss: Tensor = _CrossEntropySum.apply(logits, labels, first, self)  # type: ignore[no-untyped-call]
+        loss: Tensor = _CrossEntropySum.apply(logits, labels, first, self)
         return loss
 
 

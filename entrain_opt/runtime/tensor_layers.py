@@ -10,8 +10,8 @@ recompute, split backward passes, float32 masters and adapters then need no case
 query-key-value matrix, which is no contiguous shard, is no special one.
 
 Which matrix is which goes by its name, for every family alike; a layer with anything that the table does not know is
-refused. What lies inside the divided part and is whole (norms over a head, one factor of an adapter) sees a share of its
-gradient on each device: `partial` names it, and its gradient is summed once per step.
+refused. What lies inside the divided part and is whole (norms over a head, one factor of an adapter) sees a share of
+its gradient on each device: `partial` names it, and its gradient is summed once per step.
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ def _check_sizes(module: nn.Module, division: Division, name: str) -> None:
     rates = {one: getattr(module, one, 0.0) for one in ("attention_dropout", "activation_dropout")}
     if any(isinstance(rate, float) and rate > 0 for rate in rates.values()) or (not is_layer and has_dropout(module)):
         raise RuntimeConfigError(
-            f"{where} {division.holder} has dropout inside the part that devices share, so its masks, and with them "
-            f"the result, would depend on the degree. Set it to 0 in the model's config, or give module {name} degree 1."
+            f"{where} {division.holder} has dropout inside the part that devices share, so its masks, and "
+            "with them the result, would depend on the degree. Set it to 0 in the model's config, or give module "
+            f"{name} degree 1."
         )
 
 

@@ -86,9 +86,9 @@ def check_divisible(optimizer: Optimizer) -> None:
     known = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
     if not isinstance(optimizer, known):
         raise RuntimeConfigError(
-            f"model.optimizer: expected one that updates each value by itself, of {list(ELEMENTWISE)} in torch.optim or "
-            f"derived from them, because the plan has tensor degrees above 1; found {type(optimizer).__name__}. Choose "
-            "one of them, or plan with tensor_degrees: [1]."
+            f"model.optimizer: expected one that updates each value by itself, of {list(ELEMENTWISE)} in torch.optim "
+            f"or derived from them, because the plan has tensor degrees above 1; found {type(optimizer).__name__}. "
+            "Choose one of them, or plan with tensor_degrees: [1]."
         )
 
 

@@ -102,9 +102,7 @@ def has_safetensors(folder: Path) -> bool:
     return bool(_weight_files(folder))
 
 
-def load_safetensors(
-    model: nn.Module, family: Family, folder: Path, shards: Mapping[str, Shard] | None = None
-) -> None:
+def load_safetensors(model: nn.Module, family: Family, folder: Path, shards: Mapping[str, Shard] | None = None) -> None:
     """Read this rank's parameters from the folder's safetensors, of divided ones its part alone.
 
     Raises:

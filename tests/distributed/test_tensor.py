@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cases import MIXED_TILES, SyntheticReader, make_plan, reference, relative_error, run_pipeline, write_model
+from cases import MIXED_TILES, SyntheticReader, make_plan, relative_error, run_pipeline, write_model
 from ranks import run_ranks
 from test_exactness import expected_of
 
@@ -12,28 +12,33 @@ TWO = [("vision", (0, 4), 0), ("llm", (0, 3), 1)]
 #: Name: the split, and fields of the plan. All on two ranks.
 SHARED = {
     "plain": {},
-    "search": {"schedule": "zero_bubble"},
+    "split backward": {"schedule": "zero_bubble"},
     "recompute": {"recompute": ("vision", "llm")},
     "frozen encoder": {"frozen": ("vision_tower",)},
     "frozen encoder and llm": {"frozen": ("vision_tower", "language_model"), "recompute": ("llm",)},
 }
 
 
-def assert_parts_exact(results, expected, *, rows_norm=True):
-    """Every rank's gradients are its parts of the plain model's."""
+def own_parts(values, shards):
+    """What a device holds of whole arrays."""
+
+    def part(name, value):
+        shard = shards.get(name)
+        if shard is None:
+            return value
+        return np.concatenate([value[shard.index(*ends)] for ends in shard.ranges], axis=shard.dim)
+
+    return {name: part(name, value) for name, value in values.items()}
+
+
+def assert_parts_exact(results, expected):
+    """Every rank's gradients are its parts of the plain model's; loss and norm are equal."""
     expected_loss, gradients = expected
     assert sum(result[0] for result in results) == pytest.approx(expected_loss, rel=1e-5)
     norm = np.sqrt(sum(float(np.linalg.norm(g)) ** 2 for g in gradients.values()))
     for result in results:
-        shards = result[3]["shards"]
-        owned = {
-            name: np.concatenate([value[shards[name].index(*r)] for r in shards[name].ranges], axis=shards[name].dim)
-            if name in shards
-            else value
-            for name, value in gradients.items()
-            if name in result[1]
-        }
-        assert relative_error(result[1], owned) < 1e-5
+        owned = {name: value for name, value in gradients.items() if name in result[1]}
+        assert relative_error(result[1], own_parts(owned, result[3]["shards"])) < 1e-5
         assert result[2] == pytest.approx(norm, rel=1e-5)
     assert set(gradients) <= {name for result in results for name in result[1]}
 
@@ -48,8 +53,9 @@ def check(world_size, plans_and_rows):
     for index, (plan, rows) in enumerate(plans_and_rows):
         expected = expected_of(plan.model, tuple(rows), plan.frozen)
         assert_parts_exact([results[index] for results in of_ranks], expected)
-        held = [result[index][3]["shards"] for result in of_ranks]
-        assert all(bool(shards) == (plan.degrees.tensor_of(plan.degrees.place_of(r)[1]) > 1) for r, shards in enumerate(held))
+        for rank, results in enumerate(of_ranks):
+            _, pipeline_rank, _ = plan.degrees.place_of(rank)
+            assert bool(results[index][3]["shards"]) == (plan.degrees.tensor_of(pipeline_rank) > 1)
 
 
 def test_two_devices_share_all_layers(tmp_path):
