@@ -40,8 +40,8 @@ BY_ROWS = {
 }  # fmt: skip
 #: Last names of those that take the result back to hidden rows.
 BY_COLUMNS = ("o_proj", "out_proj", "proj", "projection_layer", "down_proj", "fc2", "linear_fc2", "linear_2", "2")
-#: Norms over one head, between the two.
-HEAD_NORMS = ("q_norm", "k_norm")
+#: Norms between the two, over one head or over all heads together.
+NORMS = ("q_norm", "k_norm")
 #: What attention modules know of their own size.
 _SIZES = ("num_heads", "num_key_value_heads", "embed_dim")
 
@@ -55,6 +55,7 @@ class Division:
         by_rows: names within it, with the blocks of each.
         by_columns: name within it.
         norms: names of the norms over one head within it.
+        wide_norms: names of the norms over all heads together.
         degree: devices.
     """
 
@@ -62,11 +63,12 @@ class Division:
     by_rows: tuple[tuple[str, int], ...]
     by_columns: str
     norms: tuple[str, ...]
+    wide_norms: tuple[str, ...]
     degree: int
 
     def owns(self, parameter_name: str) -> bool:
         """Whether a parameter belongs to one of its matrices or norms."""
-        children = (*(name for name, _ in self.by_rows), self.by_columns, *self.norms)
+        children = (*(name for name, _ in self.by_rows), self.by_columns, *self.norms, *self.wide_norms)
         return parameter_name.startswith(tuple(f"{self.holder}.{child}." for child in children))
 
 
@@ -135,6 +137,8 @@ def divide(model: nn.Module, family: Family, plan: Plan, tensor: TensorGroup) ->
             share(prefix + leaf, 1)
         partial.add(prefix + "lora_B.default.weight")
         partial |= {f"{division.holder}.{norm}.weight" for norm in division.norms}
+        for norm in division.wide_norms:
+            share(f"{division.holder}.{norm}.weight", 0)
     if _degree(plan, "llm") > 1:
         for name in _vocabulary_names(family):
             share(name, 0)
@@ -171,8 +175,16 @@ def _divisions(
         degree = _degree(plan, place.module)
         if degree == 1 or place.position == UNUSED:
             continue
-        norms = tuple(name for name in HEAD_NORMS if f"{holder}.{name}.weight" in parameters)
-        division = Division(holder=holder, by_rows=rows, by_columns=columns[0], norms=norms, degree=degree)
+        head = getattr(module, "head_dim", 1)
+        norms = {name: parameters.get(f"{holder}.{name}.weight") for name in NORMS}
+        division = Division(
+            holder=holder,
+            by_rows=rows,
+            by_columns=columns[0],
+            norms=tuple(name for name, weight in norms.items() if weight is not None and weight.numel() == head),
+            wide_norms=tuple(name for name, weight in norms.items() if weight is not None and weight.numel() != head),
+            degree=degree,
+        )
         _check_sizes(module, division, place.module)
         yield division
 
@@ -189,12 +201,11 @@ def _check_sizes(module: nn.Module, division: Division, name: str) -> None:
                 f"{where} {division.holder}.{child} makes {count} {'heads' if head > 1 else 'values'}, which it does "
                 "not divide. Choose a degree that does."
             )
-    for norm in division.norms:
-        weight: Any = module.get_submodule(norm).weight
-        if weight.numel() != head:
+    for norm in division.wide_norms:
+        if not hasattr(module.get_submodule(norm), "variance_epsilon"):
             raise RuntimeConfigError(
-                f"{where} {division.holder}.{norm} normalises over all heads together ({weight.numel()} values), which "
-                f"devices that hold some of them cannot. Give module {name} tensor degree 1."
+                f"{where} {division.holder}.{norm} ({type(module.get_submodule(norm)).__name__}) normalises over all "
+                f"heads together, which is known of root mean squares only. Give module {name} tensor degree 1."
             )
     is_layer = division.holder.rpartition(".")[2].isdigit()
     rates = {one: getattr(module, one, 0.0) for one in ("attention_dropout", "activation_dropout")}
@@ -248,6 +259,9 @@ def join_devices(model: nn.Module, family: Family, divided: DividedModel, tensor
         entry = holder if len(rows) > 1 else rows[0]
         entry.register_forward_pre_hook(_spreading(tensor), with_kwargs=True)
         _gather(holder.get_submodule(division.by_columns), tensor)
+        for norm in division.wide_norms:
+            shard = divided.shards[f"{division.holder}.{norm}.weight"]
+            _normalize_together(holder.get_submodule(norm), shard.shape[0], tensor)
         if hasattr(holder, "head_dim"):
             for size in _SIZES:
                 if hasattr(holder, size):
@@ -286,6 +300,20 @@ def _gather(linear: Any, tensor: TensorGroup) -> None:
         return total if base.bias is None else total + base.bias.to(total.dtype)
 
     linear.forward = run
+
+
+def _normalize_together(norm: Any, width: int, tensor: TensorGroup) -> None:
+    """Divide by the root mean square over all devices' values."""
+
+    def run(rows: Tensor) -> Tensor:
+        values = rows.float()
+        # Every device's result depends on every device's squares, hence both functions.
+        squares = tensor.spread(tensor.gather(values.pow(2).sum(-1, keepdim=True)))
+        scaled = values * torch.rsqrt(squares / width + norm.variance_epsilon)
+        result: Tensor = norm.weight * scaled.to(rows.dtype)
+        return result
+
+    norm.forward = run
 
 
 def _look_up(table: Any, shard: Shard, tensor: TensorGroup) -> None:

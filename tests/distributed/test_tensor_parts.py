@@ -12,10 +12,11 @@ from test_tensor import ONE
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees
+from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.shards import Shard
 from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.runtime.tensor_group import TensorGroup
-from entrain_opt.runtime.tensor_layers import BY_COLUMNS, BY_ROWS, check_tensor
+from entrain_opt.runtime.tensor_layers import BY_COLUMNS, BY_ROWS, check_tensor, divide
 from entrain_opt.runtime.trained import check_divisible
 
 
@@ -107,7 +108,6 @@ def family_folder(root, name, **changes):
 @pytest.mark.parametrize(
     ("name", "tensor", "changes", "message"),
     [
-        ("internvl", 2, {}, r"vision has degree 2, but .*q_norm normalises over all heads together"),
         ("llava_next", 2, {"text_attention_dropout": 0.1}, r"llm has degree 2, but .*self_attn has dropout inside"),
         ("qwen2_audio", 2, {"activation_dropout": 0.1}, r"audio has degree 2, but .*layers.0 has dropout inside"),
         ("llava_next", 4, {}, r"vision has degree 4, but .*k_proj makes 2 heads, which it does not divide"),
@@ -118,6 +118,21 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(tmp_path, name
     with pytest.raises(RuntimeConfigError, match=message):
         check_tensor(folder, plan_of(folder, name, (), (), tensor=tensor))
     check_tensor(folder, plan_of(folder, name, (), ()))
+
+
+def test_a_norm_over_all_heads_is_refused_unless_it_is_known(tmp_path):
+    folder = write_family(tmp_path, "internvl")
+    plan, family = plan_of(folder, "internvl", (), (), tensor=2), read_family(folder)
+    model = family.build()
+    assert (
+        "model.vision_tower.encoder.layer.0.attention.q_norm.weight"
+        in divide(model, family, plan, TensorGroup(place=1, size=2)).shards
+    )
+    model.get_submodule("model.vision_tower.encoder.layer.0.attention").k_norm = torch.nn.LayerNorm(24)
+    with pytest.raises(
+        RuntimeConfigError, match=r"has degree 2, but .*k_norm \(LayerNorm\) normalises over all"
+    ):
+        divide(model, family, plan, TensorGroup(size=2))
 
 
 def test_layers_of_another_kind_are_refused_by_name(tmp_path):

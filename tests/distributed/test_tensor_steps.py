@@ -34,7 +34,7 @@ from entrain_opt.runtime.stages import build_rank_model
 STEPS = [*BATCHES, BATCHES[0], BATCHES[2]]
 #: Below the norms of all steps, so that clipping changes each.
 MAX_NORM = 0.05
-FAMILIES = [name for name in CASES if name != "internvl"]
+FAMILIES = list(CASES)
 
 
 def adam(run):
@@ -162,7 +162,7 @@ def test_families_and_adapters_on_two_devices(tmp_path):
     later = [results[len(FAMILIES) :] for results in of_ranks]
     dropped_loss, dropped, _, _ = with_dropout(tmp_path / DROPPING, PipelineGroups(replica=0, pipeline_rank=0))
     assert_parts_exact([results[0] for results in later], (dropped_loss, dropped))
-    assert dropped_loss != pytest.approx(expected_of(tmp_path / AUDIO, AUDIO, ROWS)[0], rel=1e-5)
+    assert relative_error(dropped, expected_of(tmp_path / AUDIO, AUDIO, ROWS)[1]) > 1e-2
     _, exact = reference(folder, LORA_CASE[0], ALL_ROWS)
     for index, precision in enumerate(SHORT, start=1):
         _, plain = reference(folder, LORA_CASE[0], ALL_ROWS, precision=precision)
