@@ -10,7 +10,8 @@ Devices that share a layer hold the same hidden rows, and each a part of the lay
 So hidden rows, and what comes before and behind them, are equal on every device of the group, to the bit.
 
 Promise: every device of a group makes the same sums in the same order, because all run the same actions.
-Price: two sums forward and two backward per layer, each of one row of hidden states per token.
+Price: two sums forward and two backward per layer, each of one row of hidden states per token; the time that a device
+waits in them counts as computing.
 """
 
 from __future__ import annotations

@@ -129,9 +129,7 @@ def test_a_norm_over_all_heads_is_refused_unless_it_is_known(tmp_path):
         in divide(model, family, plan, TensorGroup(place=1, size=2)).shards
     )
     model.get_submodule("model.vision_tower.encoder.layer.0.attention").k_norm = torch.nn.LayerNorm(24)
-    with pytest.raises(
-        RuntimeConfigError, match=r"has degree 2, but .*k_norm \(LayerNorm\) normalises over all"
-    ):
+    with pytest.raises(RuntimeConfigError, match=r"has degree 2, but .*k_norm \(LayerNorm\) normalises over all"):
         divide(model, family, plan, TensorGroup(size=2))
 
 
