@@ -144,9 +144,9 @@ class RankModel(nn.Module):
         assert text.label_ids is not None
         assert text.label_positions is not None
         logits = self.family.logits(self.model, hidden.index_select(0, text.label_positions)).float()
-        head = self.divided.shards.get("lm_head.weight")
-        if head is not None:
-            return self.tensor.cross_entropy_sum(logits, text.label_ids, head.ranges[0][0])
+        if self.divided.head is not None:
+            first = self.divided.shards[self.divided.head].ranges[0][0]
+            return self.tensor.cross_entropy_sum(logits, text.label_ids, first)
         return nn.functional.cross_entropy(logits, text.label_ids, reduction="sum")
 
 
@@ -221,18 +221,18 @@ def build_rank_model(
     removed = keep_only(model, names)
     divided = divide(model, family, plan, tensor) if tensor.size > 1 else DividedModel()
     with_weights = has_safetensors(folder)
+    # What is drawn is drawn whole, so that values do not depend on the degree; what is read is read in part.
+    base = {name: shard for name, shard in divided.shards.items() if not is_adapter(name)}
     if with_weights:
-        cut_parameters(model, {name: shard for name, shard in divided.shards.items() if not is_adapter(name)})
-        join_devices(model, family, divided, tensor)
+        cut_parameters(model, base)
     materialize(model, removed, seed=None if with_weights else seed, dtype=dtype)
     tie(model, tied)
+    cut_parameters(model, base)
     if with_weights:
-        load_safetensors(model, family, folder, divided.shards)
+        load_safetensors(model, family, folder, base)
     draw_adapters(dict(model.named_parameters()), seed)
-    # Drawn whole, so that values do not depend on the degree.
     cut_parameters(model, divided.shards)
-    if not with_weights:
-        join_devices(model, family, divided, tensor)
+    join_devices(model, divided, tensor)
     adapted = () if lora is None else lora.parts
     for name, parameter in model.named_parameters():
         place = family.place(name)

@@ -80,11 +80,14 @@ class DividedModel:
         divisions: of the layers and projectors.
         shards: part of each divided parameter, by name.
         partial: whole parameters whose gradient is the sum over the group.
+        table, head: names of the token table and the head, of those that are here.
     """
 
     divisions: tuple[Division, ...] = ()
     shards: Mapping[str, Shard] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
+    table: str | None = None
+    head: str | None = None
 
 
 def check_tensor(folder: str | Path, plan: Plan, lora: Lora | None = None) -> None:
@@ -139,18 +142,25 @@ def divide(model: nn.Module, family: Family, plan: Plan, tensor: TensorGroup) ->
         partial |= {f"{division.holder}.{norm}.weight" for norm in division.norms}
         for norm in division.wide_norms:
             share(f"{division.holder}.{norm}.weight", 0)
+    table = head = None
     if _degree(plan, "llm") > 1:
-        for name in _vocabulary_names(family):
-            share(name, 0)
-    return DividedModel(divisions=divisions, shards=shards, partial=frozenset(partial & set(parameters)))
+        ends = [name for name in parameters if family.place(name).module == "llm"]
+        table = next((name for name in ends if name.endswith("embed_tokens.weight")), None)
+        head = next((name for name in ends if name.endswith("lm_head.weight")), None)
+        for name in (table, head):
+            if name is not None:
+                share(name, 0)
+    return DividedModel(
+        divisions=divisions,
+        shards=shards,
+        partial=frozenset(partial & set(parameters)),
+        table=table,
+        head=head,
+    )
 
 
 def _degree(plan: Plan, module: str) -> int:
     return next(plan.degrees.tensor_of(stage.rank) for stage in plan.stages if stage.module == module)
-
-
-def _vocabulary_names(family: Family) -> tuple[str, str]:
-    return f"model.{family.llm_name}.embed_tokens.weight", "lm_head.weight"
 
 
 def _divisions(
@@ -248,10 +258,14 @@ def cut_parameters(model: nn.Module, shards: Mapping[str, Shard]) -> None:
             part = nn.Parameter(shard.cut(parameter.detach()), requires_grad=parameter.requires_grad)
             cut[id(parameter)] = part
         module_name, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module_name), leaf, cut[id(parameter)])
+        module = model.get_submodule(module_name)
+        setattr(module, leaf, cut[id(parameter)])
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            ((first, end),) = shard.ranges
+            module.padding_idx = module.padding_idx - first if first <= module.padding_idx < end else None
 
 
-def join_devices(model: nn.Module, family: Family, divided: DividedModel, tensor: TensorGroup) -> None:
+def join_devices(model: nn.Module, divided: DividedModel, tensor: TensorGroup) -> None:
     """Make divided layers compute their part and sum what they make; before layers are recomputed or seeded."""
     for division in divided.divisions:
         holder: Any = model.get_submodule(division.holder)
@@ -266,12 +280,11 @@ def join_devices(model: nn.Module, family: Family, divided: DividedModel, tensor
             for size in _SIZES:
                 if hasattr(holder, size):
                     setattr(holder, size, getattr(holder, size) // division.degree)
-    table_name, head_name = _vocabulary_names(family)
-    if table_name in divided.shards:
-        _look_up(family.language_model(model).embed_tokens, divided.shards[table_name], tensor)
-    if head_name in divided.shards:
-        head: Any = model
-        head.lm_head.register_forward_pre_hook(_spreading(tensor), with_kwargs=True)
+    if divided.table is not None:
+        _look_up(model.get_submodule(divided.table.removesuffix(".weight")), divided.shards[divided.table], tensor)
+    if divided.head is not None:
+        head = model.get_submodule(divided.head.removesuffix(".weight"))
+        head.register_forward_pre_hook(_spreading(tensor), with_kwargs=True)
 
 
 def _spreading(tensor: TensorGroup) -> Callable[..., Any]:
@@ -319,8 +332,6 @@ def _normalize_together(norm: Any, width: int, tensor: TensorGroup) -> None:
 def _look_up(table: Any, shard: Shard, tensor: TensorGroup) -> None:
     """Look up the own entries of the token table, zeros for the others, and sum."""
     ((first, end),) = shard.ranges
-    padding = table.padding_idx
-    table.padding_idx = padding - first if padding is not None and first <= padding < end else None
     forward = table.forward
 
     def run(ids: Tensor) -> Tensor:
