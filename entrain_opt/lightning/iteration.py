@@ -32,7 +32,7 @@ class StepMetrics:
         loss: of the global batch.
         gradient_norm: over all stages, before clipping.
         bubble_share: part of the iteration that ranks waited, over all ranks.
-        bubble_share_of_rank: per pipeline rank, mean over the replicas.
+        bubble_share_of_rank: per pipeline rank, mean over the replicas and the devices that share its layers.
         iteration_seconds: from the first action to the last, mean over the ranks.
         predicted_seconds: what the simulator says of the slowest replica, optimizer step included.
         step_seconds: since the end of the last step, with the optimizer, loading and everything else, until the last
@@ -118,14 +118,15 @@ class IterationRunner:
         ]
         depth = self.degrees.pipeline
         of_rank = [0.0] * (2 * depth)
-        of_rank[self.pipeline_rank] = 1 - result.busy_seconds / result.wall_seconds if result.wall_seconds > 0 else 0.0
-        of_rank[depth + self.pipeline_rank] = time.perf_counter() - (self._last_end or started)
+        waited = 1 - result.busy_seconds / result.wall_seconds if result.wall_seconds > 0 else 0.0
+        devices = self.degrees.data * self.degrees.tensor_of(self.pipeline_rank)
+        of_rank[self.pipeline_rank] = waited / devices
+        of_rank[depth + self.pipeline_rank] = (time.perf_counter() - (self._last_end or started)) / devices
         summed = self._sum_over_ranks([*values, *of_rank], batch.device)
         world_size = self.degrees.world_size
         loss, busy, wall = summed[0], float(summed[1]), float(summed[2])
-        means = (summed[3:] / world_size).tolist()
-        encoder_imbalance, llm_imbalance, deferred, assigner_seconds = means[:4]
-        bubbles, step_seconds = means[4 : 4 + depth], means[4 + depth :]
+        encoder_imbalance, llm_imbalance, deferred, assigner_seconds = (summed[3:7] / world_size).tolist()
+        bubbles, step_seconds = summed[7 : 7 + depth].tolist(), summed[7 + depth :].tolist()
         self._norm = float(self.reducer.global_norm())
         skipped = self._check_finite(float(loss), batch)
         self._kept = [] if skipped else [(p, p.grad) for p in parameters if p.grad is not None]
@@ -136,10 +137,10 @@ class IterationRunner:
             loss=loss.float(),
             gradient_norm=self._norm,
             bubble_share=1 - busy / wall if wall > 0 else 0.0,
-            bubble_share_of_rank=tuple(share * depth for share in bubbles),
+            bubble_share_of_rank=tuple(bubbles),
             iteration_seconds=wall / world_size,
             predicted_seconds=predicted_seconds,
-            step_seconds=max(step_seconds) * depth,
+            step_seconds=max(step_seconds),
             encoder_imbalance=encoder_imbalance,
             llm_imbalance=llm_imbalance,
             deferred_samples=round(deferred * self.degrees.data),

@@ -102,6 +102,7 @@ class MultimodalModule(pl.LightningModule):
                 dtype=dtype,
                 frozen_layers=self.frozen_layers,
                 lora=self.lora,
+                tensor=strategy.groups.tensor,
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

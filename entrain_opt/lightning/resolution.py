@@ -10,6 +10,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
+from entrain_opt.runtime.tensor_layers import check_tensor
 from entrain_opt.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -61,20 +62,8 @@ def resolve_run(
         measure=None if strategy.emulate is not None and options.device != "cpu" else _measurement(strategy, module),
     )
     if strategy.emulate is None:
-        check_executable(found.plan)
+        check_tensor(module.model_folder, found.plan, module.lora)
     return found
-
-
-def check_executable(plan: Plan) -> None:
-    """Raise RuntimeConfigError if a plan asks for what the runtime does not execute, saying what to change.
-
-    Planning considers more than is executed: tensor parallelism.
-    """
-    if plan.degrees.tensor_degrees != (1,) * plan.degrees.pipeline:
-        raise RuntimeConfigError(
-            f"degrees.tensor: the runtime executes tensor degree 1 only, the plan has {plan.degrees.tensor}. Plan with "
-            "tensor_degrees: [1], or set degrees.tensor to 1 in the plan file."
-        )
 
 
 def resolution_of(

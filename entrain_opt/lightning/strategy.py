@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,6 +35,7 @@ from entrain_opt.runtime.emulation import EmulatedExecutor, StandInModel
 from entrain_opt.runtime.p2p import PipelineGroups, make_groups
 from entrain_opt.runtime.rank_work import CostSource
 from entrain_opt.runtime.stages import RankModel, tied_stages
+from entrain_opt.runtime.trained import check_divisible
 from entrain_opt.runtime.unreadable import leave_out
 from entrain_opt.runtime.waiting import PeerLost, WaitLog
 from entrain_opt.units import GIB
@@ -55,7 +55,7 @@ class EntrainStrategy(DDPStrategy):
         method: solver of the planner.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
-        tensor_degrees: degrees of tensor parallelism to plan with; plans with more than 1 cannot be executed yet.
+        tensor_degrees: how many devices may share a module's layers (tensor parallelism); None is 1 only.
         recompute: whether layers keep their input only and run forward again in the backward pass: `never`,
             `search` (per module, where memory asks for it) or `always`.
         device: name of the device in the catalogue, a cluster file (`.yaml`), or a device described in place; None
@@ -247,8 +247,7 @@ class EntrainStrategy(DDPStrategy):
             self.plan.degrees.check(self.world_size)
         else:
             tied = tied_stages(self._module.model_folder, self.plan)
-        groups = make_groups(self.plan, tied_stages=tied, timeout_seconds=self.timeout_seconds)
-        self._groups = replace(groups, waits=waits)
+        self._groups = make_groups(self.plan, tied_stages=tied, timeout_seconds=self.timeout_seconds, waits=waits)
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -268,6 +267,8 @@ class EntrainStrategy(DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
+                if set(self.plan.degrees.tensor_degrees) != {1}:
+                    check_divisible(optimizer)
                 optimizer.register_step_post_hook(lambda *_: self._rank_model.masters.write_back())
         self.setup_precision_plugin()
 

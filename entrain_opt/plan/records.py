@@ -70,6 +70,15 @@ class ParallelDegrees:
         )
         return replica * self.replica_size + before + tensor_rank
 
+    def place_of(self, global_rank: int) -> tuple[int, int, int]:
+        """(replica, pipeline rank, place in its tensor group): the inverse of `global_rank`."""
+        replica, rest = divmod(global_rank, self.replica_size)
+        for pipeline_rank, width in enumerate(self.tensor_degrees):
+            if rest < width:
+                return replica, pipeline_rank, rest
+            rest -= width
+        raise AssertionError("divmod leaves less than the size of a replica")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:

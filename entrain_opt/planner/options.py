@@ -26,7 +26,7 @@ class PlanOptions:
         schedule: order that will run the plan.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by the user; None is searched.
-        tensor_degrees: devices that may share a module's layers. The runtime executes 1 only, the default.
+        tensor_degrees: devices that may share a module's layers; the default is 1 only.
         recompute: `never`, `search` (per module, where memory asks for it) or `always`.
         device: a name from `ClusterSpec.devices()`, or that of `custom_device`.
         custom_device: a device that is not in the catalogue.

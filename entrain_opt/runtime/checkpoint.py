@@ -3,7 +3,8 @@
 A checkpoint is a folder: `torch.distributed.checkpoint` files with every tensor under its Hugging Face name
 (`model.NAME`, `optimizer.NAME.STATE`), `meta.pt` with Lightning's own state, optimizer groups and the plan, and
 `model/` with the model's config and processor files. Another plan, another number of ranks or none at all can read it.
-Every rank writes its own file; what replicas hold alike is written once.
+Every rank writes its own file; what replicas hold alike is written once, and of what devices share each writes its
+part of the whole.
 
 Promise: written beside its final name, forced to the disk and renamed when complete, so a kill at any moment leaves the
 checkpoints that were there; see `checkpoint_files`.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from torch.optim import Optimizer
 
 from entrain_opt.errors import CheckpointError, RuntimeConfigError
 from entrain_opt.runtime import checkpoint_files as files
+from entrain_opt.runtime.checkpoint_shards import ShardLoadPlanner, ShardSavePlanner
+from entrain_opt.runtime.shards import Shard
 from entrain_opt.runtime.stages import RankModel
 from entrain_opt.units import format_bytes
 
@@ -48,11 +51,13 @@ class Snapshot:
         tensors: by stored name.
         notes: what goes into `meta.pt`; the first rank's copy is written.
         model_folder: its config and processor files are copied into the checkpoint.
+        shards: which part of the whole a tensor is, of those that are not whole, by stored name.
     """
 
     tensors: dict[str, Tensor]
     notes: dict[str, Any]
     model_folder: Path
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
 
 def take_snapshot(
@@ -74,12 +79,17 @@ def take_snapshot(
         plan: plain values of the plan, for the record.
         copy: copy everything to host memory, so that training may go on while it is written.
     """
-    names = _parameter_names(model)
+    names, parts = _parameter_names(model), model.shards()
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in model.optimized_parameters().items()}
+    shards = {f"model.{name}": shard for name, shard in parts.items() if f"model.{name}" in tensors}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
+            name = names[id(parameter)]
             for key, value in state.items():
-                tensors[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+                stored = f"optimizer.{name}.{key}"
+                tensors[stored] = torch.as_tensor(value)
+                if name in parts and tensors[stored].shape == parameter.shape:
+                    shards[stored] = parts[name]
     groups = [
         [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
         for optimizer in optimizers
@@ -88,7 +98,7 @@ def take_snapshot(
     if copy:
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
         notes = deepcopy(notes)
-    return Snapshot(tensors=tensors, notes=notes, model_folder=model_folder)
+    return Snapshot(tensors=tensors, notes=notes, model_folder=model_folder, shards=shards)
 
 
 def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
@@ -125,7 +135,8 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
 
     def write_tensors() -> None:
         try:
-            dcp.save(snapshot.tensors, checkpoint_id=scratch, process_group=group)
+            planner = ShardSavePlanner(snapshot.shards)
+            dcp.save(snapshot.tensors, checkpoint_id=scratch, process_group=group, planner=planner)
         except CheckpointException as error:
             raise CheckpointError(_first_failure(error)) from error
 
@@ -175,22 +186,22 @@ def _stored(path: Path) -> dict[str, Any]:
     return dict(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
 
 
-def load_tensors(path: Path, wanted: dict[str, Tensor]) -> None:
-    """Read tensors in place by their stored names.
+def load_tensors(path: Path, wanted: dict[str, Tensor], shards: Mapping[str, Shard] | None = None) -> None:
+    """Read tensors in place by their stored names; of those in `shards`, their part.
 
     Raises:
         CheckpointError: one is missing or has another shape.
     """
-    stored = _stored(path)
+    stored, parts = _stored(path), shards or {}
     for name, tensor in wanted.items():
-        found = stored.get(name)
+        found, expected = stored.get(name), parts[name].shape if name in parts else tensor.shape
         if found is None:
             raise CheckpointError(f"checkpoint {path}: has no {name!r}. Is it a checkpoint of another model?")
-        if isinstance(found, TensorStorageMetadata) and found.size != tensor.shape:
+        if isinstance(found, TensorStorageMetadata) and found.size != torch.Size(expected):
             raise CheckpointError(
-                f"checkpoint {path}: {name!r} has shape {list(found.size)}, the model expects {list(tensor.shape)}."
+                f"checkpoint {path}: {name!r} has shape {list(found.size)}, the model expects {list(expected)}."
             )
-    dcp.load(wanted, checkpoint_id=path, no_dist=not dist.is_initialized())
+    dcp.load(wanted, checkpoint_id=path, planner=ShardLoadPlanner(parts), no_dist=not dist.is_initialized())
 
 
 def _read(path: Path, name: str, stored: Mapping[str, Any]) -> Tensor:
@@ -202,7 +213,9 @@ def _read(path: Path, name: str, stored: Mapping[str, Any]) -> Tensor:
 def load_model(path: Path, model: RankModel) -> None:
     """Read this rank's weights, whatever plan wrote them."""
     with torch.no_grad():
-        load_tensors(path, {f"model.{name}": p.data for name, p in model.optimized_parameters().items()})
+        wanted = {f"model.{name}": p.data for name, p in model.optimized_parameters().items()}
+        parts = {f"model.{name}": shard for name, shard in model.shards().items()}
+        load_tensors(path, wanted, {name: part for name, part in parts.items() if name in wanted})
     model.masters.write_back()
 
 
@@ -212,7 +225,7 @@ def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer
     Raises:
         CheckpointError: the optimizer has another number of groups.
     """
-    stored, names = _stored(path), _parameter_names(model)
+    stored, names, parts = _stored(path), _parameter_names(model), model.shards()
     saved_groups = meta["entrain"]["optimizer_groups"]
     if optimizers and not saved_groups:
         raise CheckpointError(
@@ -224,19 +237,23 @@ def load_optimizers(path: Path, model: RankModel, optimizers: Sequence[Optimizer
     ):
         raise CheckpointError(f"checkpoint {path}: was made with another number of optimizers or parameter groups.")
     wanted: dict[str, Tensor] = {}
+    shards: dict[str, Shard] = {}
     for optimizer, groups in zip(optimizers, saved_groups, strict=True):
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.update(saved)
             for parameter in group["params"]:
-                prefix = f"optimizer.{names[id(parameter)]}."
+                name = names[id(parameter)]
+                prefix = f"optimizer.{name}."
                 for key in (key for key in stored if key.startswith(prefix)):
                     # A parameter that never had a gradient has no state, here and in the checkpoint.
                     like = stored[key].properties
-                    device = parameter.device if stored[key].size else torch.device("cpu")
-                    tensor = torch.zeros(stored[key].size, dtype=like.dtype, device=device)
+                    device, shape = parameter.device if stored[key].size else torch.device("cpu"), stored[key].size
+                    if name in parts and shape == torch.Size(parts[name].shape):
+                        shards[key], shape = parts[name], parameter.shape
+                    tensor = torch.zeros(shape, dtype=like.dtype, device=device)
                     optimizer.state[parameter][key.removeprefix(prefix)] = tensor
                     wanted[key] = tensor
-    load_tensors(path, wanted)
+    load_tensors(path, wanted, shards)
 
 
 def export(path: Path, output: Path) -> None:

@@ -30,6 +30,8 @@ from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.p2p import Mailbox, PipelineGroups
 from entrain_opt.runtime.rank_work import ActionSeconds
 from entrain_opt.runtime.stages import RankModel
+from entrain_opt.runtime.tensor_group import TensorGroup
+from entrain_opt.runtime.tensor_layers import DividedModel
 from entrain_opt.schedule.actions import Backward, BackwardInput, BackwardWeight, Compute, Forward, Message
 
 #: Numbers (8 bytes each) of a stand-in message.
@@ -48,6 +50,8 @@ class StandInModel(RankModel):
         self.stages = stages
         self.number = nn.Parameter(torch.zeros(1))
         self.masters = MasterWeights({})
+        self.tensor = TensorGroup()
+        self.divided = DividedModel()
         self.dropout_key = DropoutKey()
 
     def keep_masters(self) -> None:

@@ -46,7 +46,8 @@ class IterationResult:
     """What one rank knows after an iteration.
 
     Attributes:
-        loss: its share of the loss of the global batch: the sum over all ranks is the loss.
+        loss: its share of the loss of the global batch: the sum over all ranks is the loss. Where several devices
+            compute the same loss, one of them has it.
         busy_seconds: time spent computing, without waiting for messages.
         wall_seconds: from the first action to the last.
     """
@@ -94,7 +95,7 @@ class PipelineExecutor:
             RuntimeConfigError: the schedule holds an action that this executor does not know.
         """
         device, dtype = batch.device, self._dtype
-        mailbox = Mailbox(self.model.plan, self.groups, device)
+        mailbox = Mailbox(self.groups, device)
         flight = Flight()
         loss = torch.zeros((), device=device, dtype=torch.float32)
         busy_seconds = 0.0
@@ -233,7 +234,8 @@ class PipelineExecutor:
                 output = self.model.decode(stage, text, hidden_or_none, tensors if first else [])
                 if self.model.is_last_llm_stage(stage):
                     output = self.model.loss_sum(text, output) / batch.label_tokens
-                    loss_share = output.detach()
+                    if self.groups.tensor.place == 0:
+                        loss_share = output.detach()
         if keep_graph:
             flight.graphs[unit] = (output, inputs)
         if not self.model.is_last_llm_stage(stage):

@@ -1,7 +1,8 @@
 """Gradients across ranks: summed over replicas, tied copies joined, one norm over everything.
 
 Sums, not means: the loss is already divided by the label tokens of the whole global batch. A replica whose batch never
-reached a parameter takes part with zeros, so the number of collectives depends on the plan only.
+reached a parameter takes part with zeros, so the number of collectives depends on the plan only. Where devices share
+layers, each sums its own part over the replicas; a whole parameter inside a divided part is summed over the devices.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class GradientReducer:
         # Where a replica's ranks hold a copy each, the first stage's rank counts it in the norm.
         first_llm_stage = model.plan.pipeline_shape.stages_of_llm[0]
         self._counts_tied = groups.tied is None or first_llm_stage in model.stages
+        mine = self.named_parameters()
+        self._partial = [p for name, p in mine.items() if name in model.divided.partial]
+        # What every device of a tensor group holds alike, the first one counts.
+        shards = model.divided.shards
+        self._counted = [p for name, p in mine.items() if name in shards or groups.tensor.place == 0]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Trained parameters of this rank that a loss can reach, by Hugging Face name."""
@@ -77,20 +83,21 @@ class GradientReducer:
             with self._groups.waits.on("the gradients of the tied embedding"):
                 for pending in _start_sum([p.grad for p in self._tied if p.grad is not None], self._groups.tied):
                     pending.finish()
+        if self._groups.tensor.group is not None and self._partial:
+            shares = [p.grad for p in self._partial if p.grad is not None]
+            with self._groups.waits.on("the gradients of whole parameters between divided ones"):
+                for pending in _start_sum(shares, self._groups.tensor.group):
+                    pending.finish()
 
     def global_norm(self) -> Tensor:
         """Euclidean norm of all gradients of the model, each parameter once; equal on every rank."""
         tied = {id(parameter) for parameter in self._tied}
-        grads = [
-            p.grad
-            for p in self.named_parameters().values()
-            if p.grad is not None and (self._counts_tied or id(p) not in tied)
-        ]
+        grads = [p.grad for p in self._counted if p.grad is not None and (self._counts_tied or id(p) not in tied)]
         total = nn.utils.get_total_norm(grads).double() ** 2 if grads else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
-        if self._groups.pipeline is not None:
+        if self._groups.replica_ranks is not None:
             with self._groups.waits.on("the gradient norm of the other stages"):
-                dist.all_reduce(total, group=self._groups.pipeline)
+                dist.all_reduce(total, group=self._groups.replica_ranks)
         return total.sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:

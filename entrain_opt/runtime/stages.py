@@ -20,6 +20,9 @@ from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUni
 from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapter, plain_name
 from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.recompute import layer_of, recompute_layers
+from entrain_opt.runtime.shards import Shard
+from entrain_opt.runtime.tensor_group import TensorGroup
+from entrain_opt.runtime.tensor_layers import DividedModel, cut_parameters, divide, join_devices
 from entrain_opt.runtime.trained import check_frozen_layers, trains
 from entrain_opt.runtime.weights import keep_only, load_safetensors, materialize, tie, weight_homes
 
@@ -57,14 +60,26 @@ class RankModel(nn.Module):
     Attributes:
         model: the Hugging Face model; parameters of other ranks are None.
         stages: indices (into `plan.stages`) of the stages on this rank.
+        tensor: the devices that share its layers.
+        divided: how this device holds them.
     """
 
-    def __init__(self, model: nn.Module, family: Family, plan: Plan, stages: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        family: Family,
+        plan: Plan,
+        stages: tuple[int, ...],
+        tensor: TensorGroup | None = None,
+        divided: DividedModel | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.family = family
         self.plan = plan
         self.stages = stages
+        self.tensor = tensor or TensorGroup()
+        self.divided = divided or DividedModel()
         self.num_layers = family.num_layers()
         self.masters = MasterWeights({})
         self.dropout_key = DropoutKey()
@@ -80,6 +95,10 @@ class RankModel(nn.Module):
     def optimized_parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of this rank by Hugging Face name, each replaced by its master if it has one."""
         return {plain_name(name): self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
+
+    def shards(self) -> dict[str, Shard]:
+        """Part of each divided parameter of this rank, by the names of `optimized_parameters`."""
+        return {plain_name(name): shard for name, shard in self.divided.shards.items()}
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
         """Trained parameters (or their masters) that a stage's backward pass reaches, by name; a tied one under its
@@ -124,8 +143,11 @@ class RankModel(nn.Module):
         """Cross-entropy summed over the label tokens of one microbatch; logits exist at those rows only."""
         assert text.label_ids is not None
         assert text.label_positions is not None
-        logits = self.family.logits(self.model, hidden.index_select(0, text.label_positions))
-        return nn.functional.cross_entropy(logits.float(), text.label_ids, reduction="sum")
+        logits = self.family.logits(self.model, hidden.index_select(0, text.label_positions)).float()
+        if self.divided.head is not None:
+            first = self.divided.shards[self.divided.head].ranges[0][0]
+            return self.tensor.cross_entropy_sum(logits, text.label_ids, first)
+        return nn.functional.cross_entropy(logits, text.label_ids, reduction="sum")
 
 
 def stage_of(place: Place, plan: Plan) -> int:
@@ -153,8 +175,9 @@ def build_rank_model(
     dtype: torch.dtype = torch.float32,
     frozen_layers: Mapping[str, int] | None = None,
     lora: Lora | None = None,
+    tensor: TensorGroup | None = None,
 ) -> RankModel:
-    """Build what one pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
+    """Build what one device of a pipeline rank holds, on the CPU, with frozen parts set not to require gradients.
 
     Args:
         folder: model folder in Hugging Face format; its safetensors are read if present, else `seed` decides.
@@ -164,14 +187,22 @@ def build_rank_model(
         dtype: of the parameters.
         frozen_layers: {module: how many of its first layers do not train}; their embedding does not train either.
         lora: adapters, checked against what is frozen.
+        tensor: the devices that share the rank's layers; as many as the plan says.
 
     Raises:
-        RuntimeConfigError: unknown family or parameter, missing weights, or layers that the model does not have.
+        RuntimeConfigError: unknown family or parameter, missing weights, layers that the model does not have, or ones
+            that cannot be divided.
         PlanError: the plan is for another model.
     """
     folder = Path(folder)
     family = read_family(folder)
     plan.check(num_layers=family.num_layers())
+    tensor = tensor or TensorGroup()
+    if plan.degrees.tensor_of(pipeline_rank) != tensor.size:
+        raise RuntimeConfigError(
+            f"degrees.tensor: pipeline rank {pipeline_rank} has {plan.degrees.tensor_of(pipeline_rank)} devices, built "
+            f"for {tensor.size}. Pass `tensor` of `make_groups`."
+        )
     frozen_layers = frozen_layers or {}
     check_frozen_layers(frozen_layers, family)
     with torch.device("meta"):
@@ -188,12 +219,20 @@ def build_rank_model(
         if stage_of(family.place(name), plan) in stages:
             names |= {name, tied.get(name, name)}
     removed = keep_only(model, names)
+    divided = divide(model, family, plan, tensor) if tensor.size > 1 else DividedModel()
+    # What is drawn is drawn whole, so that values do not depend on the degree; what is read is read in part.
+    base = {name: shard for name, shard in divided.shards.items() if not is_adapter(name)}
     homes, drawn = weight_homes(model, family, folder)
+    if not drawn:
+        cut_parameters(model, base)
     materialize(model, removed, seed=seed if drawn else None, dtype=dtype)
     tie(model, tied)
+    cut_parameters(model, base)
     for part, home in homes:
-        load_safetensors(model, family, home, part=part)
+        load_safetensors(model, family, home, part=part, shards=base)
     draw_adapters(dict(model.named_parameters()), seed)
+    cut_parameters(model, divided.shards)
+    join_devices(model, divided, tensor)
     adapted = () if lora is None else lora.parts
     for name, parameter in model.named_parameters():
         place = family.place(name)
@@ -202,7 +241,7 @@ def build_rank_model(
         parameter.requires_grad_(trains(place, plan.frozen, frozen_layers) and may_train)
     layers = _layers(model, family, plan)
     recompute_layers(model, [name for name, recompute in layers.items() if recompute])
-    rank_model = RankModel(model, family, plan, stages)
+    rank_model = RankModel(model, family, plan, stages, tensor, divided)
     rank_model.dropout_key.seed = seed
     seed_dropout(model, layers, rank_model.dropout_key)
     return rank_model

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families import INPUT, Family, Place
@@ -73,6 +75,21 @@ def trains(place: Place, frozen: Sequence[str], frozen_layers: Mapping[str, int]
     first = frozen_layers.get(place.module, 0)
     is_early = place.position == INPUT or (isinstance(place.position, int) and place.position < first)
     return place.part not in frozen and not (first > 0 and is_early)
+
+
+#: Optimizers that update each value by itself (and its own history), so that a part of a tensor is enough.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
+
+
+def check_divisible(optimizer: Optimizer) -> None:
+    """Raise RuntimeConfigError for an optimizer that may look at a whole matrix, where devices hold parts of it."""
+    known = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
+    if not isinstance(optimizer, known):
+        raise RuntimeConfigError(
+            f"model.optimizer: expected one that updates each value by itself, of {list(ELEMENTWISE)} in torch.optim "
+            f"or derived from them, because the plan has tensor degrees above 1; found {type(optimizer).__name__}. "
+            "Choose one of them, or plan with tensor_degrees: [1]."
+        )
 
 
 def optimizer_groups(

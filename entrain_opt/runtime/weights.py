@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families import Family
 from entrain_opt.runtime.lora import is_adapter, plain_name
+from entrain_opt.runtime.shards import Shard
 
 
 def _parent(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -127,14 +128,22 @@ def weight_homes(model: nn.Module, family: Family, folder: Path) -> tuple[list[t
     return homes, parts - elsewhere.keys()
 
 
-def load_safetensors(model: nn.Module, family: Family, folder: Path, *, part: str | None = None) -> None:
-    """Read this rank's parameters from the folder's safetensors.
+def load_safetensors(
+    model: nn.Module,
+    family: Family,
+    folder: Path,
+    *,
+    part: str | None = None,
+    shards: Mapping[str, Shard] | None = None,
+) -> None:
+    """Read this rank's parameters from the folder's safetensors, of divided ones its part alone.
 
     Args:
         model: with memory for its parameters.
         family: knows the names on the disk.
         folder: with safetensors.
         part: read the parameters of this part only.
+        shards: part of each divided parameter, by name.
 
     Raises:
         RuntimeConfigError: a parameter is missing or has another shape.
@@ -145,9 +154,10 @@ def load_safetensors(model: nn.Module, family: Family, folder: Path, *, part: st
         for name, parameter in model.named_parameters()
         if not is_adapter(name) and part in (None, family.place(name).part)
     }
+    divided = {plain_name(name): shard for name, shard in (shards or {}).items()}
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
         with torch.no_grad():
-            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape))
+            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape, divided.get(name)))
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -180,13 +190,17 @@ def _find_on_disk(files: dict[str, Path], family: Family, names: Iterable[str], 
     return found
 
 
-def _read_tensor(path: Path, stored: str, name: str, shape: torch.Size) -> Tensor:
+def _read_tensor(path: Path, stored: str, name: str, shape: torch.Size, part: Shard | None) -> Tensor:
     from safetensors import safe_open
 
+    expected = shape if part is None else part.shape
     with safe_open(path, "pt") as content:
-        tensor = content.get_tensor(stored)
-    if tensor.shape != shape:
-        raise RuntimeConfigError(
-            f"model: {path} holds {stored!r} with shape {list(tensor.shape)}, but {name!r} expects {list(shape)}."
-        )
-    return tensor
+        whole = content.get_slice(stored)
+        if whole.get_shape() != list(expected):
+            raise RuntimeConfigError(
+                f"model: {path} holds {stored!r} with shape {whole.get_shape()}, but {name!r} expects {list(expected)}."
+            )
+        if part is None:
+            tensor: Tensor = content.get_tensor(stored)
+            return tensor
+        return torch.cat([whole[part.index(start, end)] for start, end in part.ranges], dim=part.dim)

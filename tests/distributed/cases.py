@@ -100,14 +100,15 @@ SPLITS = {
 
 
 def make_plan(
-    folder, split, *, data=1, frozen=(), policy="pairwise", schedule="1f1b", num_microbatches=4, recompute=(), **fields
-):
+    folder, split, *, data=1, tensor=1, frozen=(), policy="pairwise", schedule="1f1b", num_microbatches=4,
+    recompute=(), **fields
+):  # fmt: skip
     stages = tuple(
         StagePlan(module=m, layers=layers, rank=rank, recompute=m in recompute) for m, layers, rank in split
     )  # fmt: skip
     return Plan(
         model=str(folder),
-        degrees=ParallelDegrees(data=data, pipeline=1 + max(stage.rank for stage in stages)),
+        degrees=ParallelDegrees(data=data, pipeline=1 + max(stage.rank for stage in stages), tensor=tensor),
         stages=stages,
         global_batch_size=10,
         num_microbatches=num_microbatches,
@@ -125,7 +126,7 @@ def rank_state(folder, stages, degrees, frozen, seed, dtype=torch.float32):
         model=folder, degrees=degrees, stages=stages, global_batch_size=8, num_microbatches=1, frozen=frozen
     )  # fmt: skip
     groups = make_groups(plan, tied_stages=tied_stages(folder, plan))
-    model = build_rank_model(folder, plan, groups.pipeline_rank, seed=seed, dtype=dtype)
+    model = build_rank_model(folder, plan, groups.pipeline_rank, seed=seed, dtype=dtype, tensor=groups.tensor)
     model.keep_masters()
     return (
         groups,
@@ -138,7 +139,7 @@ def run_pipeline(plan, reader, rows, *, seed=7, training=True, precision="32-tru
     """Run one iteration on this rank. Returns its loss share, gradients by name, global norm, and rank batch."""
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     groups, shared, spec = rank_state(plan.model, plan.stages, plan.degrees, plan.frozen, seed, dtype)
-    model = RankModel(shared.model, shared.family, plan, shared.stages)
+    model = RankModel(shared.model, shared.family, plan, shared.stages, shared.tensor, shared.divided)
     model.masters, model.dropout_key = shared.masters, shared.dropout_key
     return run_model(model, reader, rows, groups=groups, spec=spec, training=training, precision=precision)
 
@@ -166,7 +167,8 @@ def run_model(model, reader, rows, *, groups=None, spec=None, training=True, pre
     norm = float(reducer.global_norm()) if training else 0.0
     optimized = model.optimized_parameters()
     gradients = {name: p.grad.numpy().copy() for name, p in optimized.items() if p.grad is not None}
-    return float(result.loss), gradients, norm, {"deferred": batch.deferred_samples, "agreement": batch.agreement}
+    notes = {"deferred": batch.deferred_samples, "agreement": batch.agreement, "shards": model.shards()}
+    return float(result.loss), gradients, norm, notes
 
 
 def reference(folder, reader, rows, *, frozen=(), seed=7, precision="32-true", prepare=None, state=None):

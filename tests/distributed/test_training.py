@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, plan, *, nonfinite="error"):
         self.groups = make_groups(plan, tied_stages=tied_stages(plan.model, plan))
-        self.model = build_rank_model(plan.model, plan, self.groups.pipeline_rank, seed=3)
+        self.model = build_rank_model(plan.model, plan, self.groups.pipeline_rank, seed=3, tensor=self.groups.tensor)
         self.runner = IterationRunner(self.model, self.groups, nonfinite=nonfinite)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         reader = SyntheticReader(MIXED_TILES)

@@ -147,3 +147,12 @@ def break_behind_the_index(folder):
     path.write_bytes(bytes(len(content)))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     return path.name
+
+
+def test_layers_that_devices_cannot_share_exactly(tmp_path):
+    recipe = write_run(tmp_path, pipeline_degree=1, tensor_degrees=[2])
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["attention_dropout"] = 0.1
+    path.write_text(json.dumps(config))
+    assert_fails(tmp_path, recipe, expected=["degrees.tensor: llm has degree 2", "dropout inside", "give module llm"])

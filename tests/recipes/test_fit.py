@@ -63,6 +63,21 @@ def test_any_plan_gives_the_same_losses(tmp_path):
     assert list(losses(tmp_path, version=1).values()) == pytest.approx(list(losses(tmp_path).values()), rel=1e-5)
 
 
+def test_devices_that_share_layers_give_the_same_losses_and_their_checkpoint_resumes_on_one(tmp_path):
+    recipe = write_run(tmp_path, max_steps=4, pipeline_degree=1, tensor_degrees=[2], recompute="always")
+    recipe["trainer"]["gradient_clip_val"] = 0.5
+    recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
+    recipe["trainer"]["callbacks"][0]["init_args"]["every_n_train_steps"] = 2
+    assert "of 2 vision + 2 llm devices" in fit(tmp_path, recipe).stdout
+    whole = losses(tmp_path)
+    recipe["trainer"]["devices"] = 1
+    recipe["trainer"]["strategy"]["init_args"].update(tensor_degrees=None, recompute="never")
+    fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=2.ckpt")
+    assert losses(tmp_path, version=1) == pytest.approx({step: whole[step] for step in (2, 3)}, rel=1e-5)
+    fit(tmp_path, recipe)
+    assert losses(tmp_path, version=2) == pytest.approx(whole, rel=1e-5)
+
+
 def test_resume_sees_the_same_samples_and_losses(tmp_path):
     """Across an epoch's end, with and without loader processes, and under another plan."""
     recipe = write_run(tmp_path, max_steps=6, samples=10)
