@@ -2,6 +2,7 @@
 
 import json
 import wave
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from cases import make_plan, relative_error, run_pipeline
 from composed_models import AUDIO_ONLY, CONFIGS, IMAGES_ONLY, ROWS, TEXT_ONLY, ComposedReader
 from ranks import run_ranks
+from test_tensor import assert_parts_exact
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.plan import ParallelDegrees
 from entrain_opt.runtime.composed import load_composed
 from entrain_opt.runtime.families import UNUSED, read_family
 from entrain_opt.runtime.families.composed_model import ComposedModel
@@ -290,3 +293,18 @@ def test_tiny_folder_with_its_own_processors(tmp_path):
 def read_wave(path):
     with wave.open(str(path)) as file:
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2") / 32768
+
+
+def on_two_devices(root):
+    """Both composed models on this pair, which shares every layer."""
+    plans = [replace(whole_plan(root / name), degrees=ParallelDegrees(tensor=2)) for name in (ONE, TWO)]
+    return [run_pipeline(plan, ComposedReader(name), list(ROWS)) for plan, name in zip(plans, (ONE, TWO), strict=True)]
+
+
+def test_two_devices_share_all_layers(tmp_path):
+    for name in (ONE, TWO):
+        write_composed(tmp_path, name)
+    of_ranks = run_ranks(on_two_devices, 2, tmp_path)
+    for index, name in enumerate((ONE, TWO)):
+        results = [results[index] for results in of_ranks]
+        assert_parts_exact(results, expected_of(tmp_path / name, name, tuple(ROWS)))
