@@ -31,10 +31,17 @@ FOUR_RANKS = [((2,), (1,), (0, 1, 2, 3)), ((), (1, 3), (0, 1, 2, 3)), ((1, 2), (
 def root(tmp_path_factory):
     """Folders of all families by name; expected gradients are computed once for each."""
     root = tmp_path_factory.mktemp("families")
-    for name, case in CASES.items():
-        (root / name).mkdir()
-        (root / name / "config.json").write_text(json.dumps(case.config))
+    for name in CASES:
+        write_family(root, name)
     return root
+
+
+def write_family(root, name):
+    """The folder of one family."""
+    folder = root / name
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CASES[name].config))
+    return folder
 
 
 def plan_of(folder, name, vision_cuts, llm_cuts, ranks=None, **fields):

@@ -13,6 +13,7 @@ from test_tensor import ONE
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.runtime.families import read_family
+from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.runtime.shards import Shard
 from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.runtime.tensor_group import TensorGroup
@@ -133,7 +134,8 @@ def test_a_norm_over_all_heads_is_refused_unless_it_is_known(tmp_path):
         divide(model, family, plan, TensorGroup(size=2))
 
 
-def test_layers_of_another_kind_are_refused_by_name(tmp_path):
+def test_layers_of_another_kind_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(LlavaFamily, "text_types", ("mixtral",))
     folder = write_model(tmp_path / "plain")
     config = json.loads((folder / "config.json").read_text())
     mixture = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
