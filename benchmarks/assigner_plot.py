@@ -70,7 +70,7 @@ def make_figure(results: list[Result]) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "width": WIDTH - 20,
         "height": ROW_PIXELS * len(order) + MARGIN_PIXELS,
-        "margin": {"l": 150, "r": 20, "t": 50, "b": 60},
+        "margin": {"l": 190, "r": 20, "t": 50, "b": 60},
         "font": {"family": 'system-ui,"DejaVu Sans",sans-serif', "size": 15, "color": "#1b1f24"},
         "plot_bgcolor": "#fff",
         "yaxis": {"categoryarray": order, "categoryorder": "array", "gridcolor": "#eaeef2"},
