@@ -30,6 +30,11 @@ class EntrainCLI(LightningCLI):
         self._prepare()
 
     def before_validate(self) -> None:
+        if getattr(self.datamodule, "validation_dataset", None) is None:
+            raise RuntimeConfigError(
+                "data.validation_dataset: expected a data set to validate on, found none. Name one in the recipe, or "
+                "with --data.validation_dataset FILE."
+            )
         self._prepare()
 
     def after_fit(self) -> None:

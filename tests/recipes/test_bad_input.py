@@ -56,6 +56,11 @@ def truncate(folder, image, *, keep=0.5):
     image["path"] = target.name
 
 
+def test_validate_without_a_validation_dataset(tmp_path):
+    recipe = write_run(tmp_path)
+    assert_fails(tmp_path, recipe, command="validate", expected=["data.validation_dataset", "found none"])
+
+
 def test_missing_dataset(tmp_path):
     recipe = write_run(tmp_path)
     recipe["data"]["init_args"]["dataset"] = "nowhere.jsonl"
