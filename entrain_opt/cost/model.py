@@ -366,10 +366,7 @@ class CostModel:
         return tuple(result)
 
     def _weight_share(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> float:
-        """Part of a stage's backward that computes weight gradients and nothing that another stage waits for.
-
-        None with recompute, which runs every backward whole.
-        """
+        """Part of a stage's backward that computes weight gradients only; none with recompute, which runs it whole."""
         stage, how = plan.stages[index], self._how(plan, index)
         spec, (first, end) = self.model.module(stage.module), stage.layers
         item = features[spec.name]
