@@ -21,16 +21,17 @@ from entrain_opt.assigner.eager_memory import (
     LATEST,
     NUM_HELD,
     NUM_UNITS,
+    OLDEST,
+    OPEN,
     READY,
     STARTED,
     UNFINISHED,
     UNITS,
     UNSTARTED,
     UNSTARTED_AMOUNT,
+    advance,
     amount_of,
     forward_that_fits,
-    move_oldest,
-    move_open,
     release,
 )
 from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
@@ -201,7 +202,7 @@ def _run(
             if is_limited:
                 if stage < first_llm:
                     turns[stage, pair_llm[pair_first[routes[stage, BASE] + unit]], UNFINISHED] -= 1
-                    move_oldest(turns, held, stage)
+                    advance(turns, held, stage, OLDEST, UNFINISHED)
                 last = queue[stage, 1] - 1
                 if last < queue[stage, 0] or pending[stage, last] != unit:  # Its weight gradients are done as well.
                     release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
@@ -270,8 +271,8 @@ def _prepare(
                 turns[stage, turn, UNSTARTED] += 1
                 turns[stage, turn, UNFINISHED] += 1
                 turns[stage, turn, UNSTARTED_AMOUNT] += unit_amount[unit]
-            move_oldest(turns, held, stage)
-            move_open(turns, held, stage)
+            advance(turns, held, stage, OLDEST, UNFINISHED)
+            advance(turns, held, stage, OPEN, UNSTARTED)
         num_ready[0, first] = routes[first, NUM_UNITS]
         state[0, first, : routes[first, NUM_UNITS]] = READY
     expected = 0
@@ -333,7 +334,7 @@ def _forward(
     held[stage, AMOUNT] += amount
     held[stage, UNITS] += 1
     held[stage, LATEST] = max(held[stage, LATEST], turn)
-    move_open(turns, held, stage)
+    advance(turns, held, stage, OPEN, UNSTARTED)
     return unit
 
 

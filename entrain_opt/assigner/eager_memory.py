@@ -93,16 +93,9 @@ def _fits(stages: IntArray, held: IntArray, turns: IntArray, amount: int, mine: 
 
 
 @inlined
-def move_oldest(turns: IntArray, held: IntArray, stage: int) -> None:
-    oldest = held[stage, OLDEST]
-    while oldest < turns.shape[1] and turns[stage, oldest, UNFINISHED] == 0:
-        oldest += 1
-    held[stage, OLDEST] = oldest
-
-
-@inlined
-def move_open(turns: IntArray, held: IntArray, stage: int) -> None:
-    first = held[stage, OPEN]
-    while first < turns.shape[1] and turns[stage, first, UNSTARTED] == 0:
-        first += 1
-    held[stage, OPEN] = first
+def advance(turns: IntArray, held: IntArray, stage: int, place: int, left: int) -> None:
+    """Move OLDEST (or OPEN) on to the next turn that has any UNFINISHED (UNSTARTED) units left."""
+    turn = held[stage, place]
+    while turn < turns.shape[1] and turns[stage, turn, left] == 0:
+        turn += 1
+    held[stage, place] = turn

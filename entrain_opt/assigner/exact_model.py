@@ -242,7 +242,10 @@ class PipelineModel:
                     self._after(self.start[WEIGHT, unit], self._end[BACKWARD, unit], 0, present)
 
     def _limits(self) -> None:
-        """One operation at a time on a rank; what a stage holds between a unit's forward and its last gradients."""
+        """One operation at a time on a rank; what a stage holds between a unit's forward and its last gradients.
+
+        What a split backward keeps besides is left out: a bound stays one, and the evaluator judges every answer.
+        """
         shape, work = self._work.shape, self._work
         for intervals in self._on_rank:
             self.model.add_no_overlap(intervals)

@@ -16,7 +16,7 @@ from entrain_opt.assigner.joint import normalised_loads
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import Assignment, FloatArray, IntArray
 from entrain_opt.schedule.durations import slot_seconds
-from entrain_opt.schedule.graph import WorkGraph, work_graph
+from entrain_opt.schedule.graph import WorkGraph, split_slots, work_graph
 from entrain_opt.schedule.orders import fixed_order
 from entrain_opt.schedule.replay import replay
 from entrain_opt.schedule.work import EncoderUnit, LlmUnit, replica_work
@@ -178,7 +178,7 @@ def hint_times(
     )
     graph = work_graph(replica_work(costs, assignment, shape, 0), shape)
     orders = fixed_order(graph, schedule, costs, slot_seconds(graph, costs))
-    split = {op - 2 * graph.num_slots for order in orders for op in order if op >= 2 * graph.num_slots}
+    split = split_slots(orders, graph.num_slots)
     names = _unit_names(graph)
     kinds = [[0] * graph.num_slots for _ in range(4)]
     for stage in range(shape.num_stages):

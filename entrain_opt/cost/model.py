@@ -356,21 +356,22 @@ class CostModel:
         known: dict[tuple[str, bool, float], FloatArray] = {}
         result = []
         for stage, out, source, target, speed in zip(stages, leaves, *ends, speeds.tolist(), strict=True):
-            key = (stage.module, out, np.inf if source == target else speed)
+            own_speed = np.inf if source == target else speed
+            key = (stage.module, out, own_speed)
             if key not in known:
                 item = features[stage.module]
                 amount = item.outputs if out else item.tokens
-                known[key] = amount * item.present * (self._output_width(stage) / key[2])
+                known[key] = amount * item.present * (self._output_width(stage) / own_speed)
             result.append(known[key])
         return tuple(result)
 
     def _weight_share(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> float:
-        """Part of a stage's backward that computes weight gradients and nothing that another stage waits for."""
+        """Part of a stage's backward that computes weight gradients only; none with recompute, which runs it whole."""
         stage, how = plan.stages[index], self._how(plan, index)
         spec, (first, end) = self.model.module(stage.module), stage.layers
         item = features[spec.name]
         total = float(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum())
-        if total <= 0:
+        if total <= 0 or stage.recompute:
             return 0.0
         costs = self.module_costs(spec.name, how["tensor"])
         weights = 0.0

@@ -100,6 +100,11 @@ class StagePlan:
     def num_layers(self) -> int:
         return self.layers[1] - self.layers[0]
 
+    @property
+    def label(self) -> str:
+        """`llm[0:4]@2`: module, layers and pipeline rank."""
+        return f"{self.module}[{self.layers[0]}:{self.layers[1]}]@{self.rank}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:

@@ -194,3 +194,9 @@ def module_seconds(samples: SampleTable, costs: CostModel) -> NDArray[np.float64
         ],
         axis=1,
     )
+
+
+def work_shares(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[modules] share of each in all work, of [N, modules] `module_seconds`; zeros where there is no work."""
+    total = float(seconds.sum())
+    return seconds.sum(axis=0) / total if total > 0 else np.zeros(seconds.shape[1])

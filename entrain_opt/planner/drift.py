@@ -25,7 +25,7 @@ from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.candidates import FINAL_ROUND
-from entrain_opt.planner.demand import estimate_demand, module_seconds
+from entrain_opt.planner.demand import estimate_demand, module_seconds, work_shares
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.replay import Replayer
 from entrain_opt.planner.solve import solve_plan
@@ -119,7 +119,7 @@ class DriftWatch:
         rows = _some(np.concatenate(recent), NEWEST)
         newest = self._samples.take(np.sort(rows))
         work = module_seconds(newest, self.costs)
-        shares = _shares(work)
+        shares = work_shares(work)
         if not self._has_moved(work, shares):
             return None
         if self._judged is not None and np.abs(shares - self._judged).max() < LEAST_MOVE:
@@ -169,14 +169,8 @@ class DriftWatch:
             if said is not None and set(said) == set(self._names):
                 return {name: float(said[name]) for name in self._names}
         rows = _some(np.arange(len(self._samples)), REFERENCE)
-        shares = _shares(module_seconds(self._samples.take(rows), self.costs))
+        shares = work_shares(module_seconds(self._samples.take(rows), self.costs))
         return dict(zip(self._names, shares.tolist(), strict=True))
-
-
-def _shares(work: FloatArray) -> FloatArray:
-    """[modules] of [samples, modules] seconds."""
-    total = float(work.sum())
-    return work.sum(axis=0) / total if total > 0 else np.zeros(work.shape[1])
 
 
 def _some(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -188,7 +182,7 @@ def _some(rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
 
 def _words(plan: Plan) -> str:
     degrees = plan.degrees
-    stages = " ".join(f"{s.module}[{s.layers[0]}:{s.layers[1]}]@{s.rank}" for s in plan.stages)
+    stages = " ".join(stage.label for stage in plan.stages)
     tensor = "" if degrees.tensor == 1 else f" x tensor {degrees.tensor}"
     recompute = sorted({stage.module for stage in plan.stages if stage.recompute})
     return (

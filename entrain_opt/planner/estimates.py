@@ -90,9 +90,7 @@ class Estimator:
         widest = np.zeros(len(counts))
         for index, module in enumerate(self.modules):
             load, fixed = self.load(index, layout), self._fixed_seconds(index, layout)
-            held = memory.held_parameters(module, layout.tensor[index])
-            if module.vocabulary_size and self.costs.model.tied_embeddings and pipeline > 1:
-                held = (held[0], held[1], held[2] + held[1])  # The head's copy of the embedding.
+            held = self._held_parameters(index, layout)
             trains = (module.trained, module.trained, module.output_trained)
             for piece, one in enumerate((load.layer, load.input, load.output)):
                 mean = one.total / (data * counts)
@@ -126,6 +124,13 @@ class Estimator:
         if degrees not in self._neighbours:
             self._neighbours[degrees] = self.costs.links.neighbours(degrees)
         return self._neighbours[degrees]
+
+    def _held_parameters(self, index: int, layout: Layout) -> tuple[float, float, float]:
+        """`memory.held_parameters`, with the copy of the embedding that a tied head on another rank has."""
+        module = self.modules[index]
+        layer, entry, exit_ = memory.held_parameters(module, layout.tensor[index])
+        is_copied = bool(module.vocabulary_size) and self.costs.model.tied_embeddings and layout.degrees.pipeline > 1
+        return layer, entry, exit_ + (entry if is_copied else 0.0)
 
     def _fixed_seconds(self, index: int, layout: Layout) -> tuple[float, float, float, float]:
         """Forward plus backward fixed seconds of one layer, of the first and last piece, and of each stage's action."""
@@ -179,7 +184,7 @@ class Estimator:
         def static(parameters: float, trained: bool) -> float:
             return memory.parameter_bytes(parameters, trained=trained, precision=precision, reduced=reduced).total
 
-        layer_parameters, entry_parameters, exit_parameters = memory.held_parameters(module, tensor)
+        layer_parameters, entry_parameters, exit_parameters = self._held_parameters(index, layout)
         whole_layer = memory.layer_activation_bytes(module, precision, tensor)
         kept = memory.layer_activation_bytes(module, precision, tensor, recompute=recompute)
         layer = static(layer_parameters, module.trained) + (kept * held if trains else np.zeros(pipeline))
@@ -189,8 +194,6 @@ class Estimator:
         last = static(exit_parameters, module.output_trained) + np.zeros(pipeline)
         if is_llm:
             last += self.costs.logit_bytes(tensor) * outputs
-            if model.tied_embeddings and pipeline > 1:
-                last += static(entry_parameters, module.trained)
         else:
             ratio = outputs / largest if largest else 0.0
             last += memory.output_activation_bytes(module, model.llm, precision) * held * ratio

@@ -80,11 +80,8 @@ def feasible_changes(costs: CostModel, demand: Demand, options: PlanOptions) -> 
         if not ranking:
             continue
         choice = ranking[0].choice
-        # Training refuses tensor degrees above 1 so far.
-        tensor, only = f", tensor={'/'.join(map(str, choice.tensor))}", " (to plan with only)"
-        if not choice.tensor:
-            tensor = only = ""
-        found.append(f"{words} (data={choice.data}, pipeline={choice.pipeline}{tensor}){only}")
+        tensor = f", tensor={'/'.join(map(str, choice.tensor))}" if choice.tensor else ""
+        found.append(f"{words} (data={choice.data}, pipeline={choice.pipeline}{tensor})")
         if len(found) == 3:
             break
     return found

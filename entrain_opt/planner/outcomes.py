@@ -43,9 +43,6 @@ def _kinds(ranking: list[Ranked]) -> list[tuple[object, ...]]:
 
 def _entry(ranked: Ranked, instance: Instance) -> dict[str, Any]:
     choice = ranked.choice
-    stages = [
-        f"{stage.module}[{stage.layers[0]}:{stage.layers[1]}]@{stage.rank}" for stage in instance.stages(ranked.ends)
-    ]
     entry: dict[str, Any] = {"data": choice.data, "pipeline": choice.pipeline}
     if choice.tensor:
         entry["tensor"] = dict(zip(instance.modules, choice.tensor, strict=True))
@@ -53,7 +50,7 @@ def _entry(ranked: Ranked, instance: Instance) -> dict[str, Any]:
         entry["recompute"] = [name for name, does in zip(instance.modules, choice.recompute, strict=True) if does]
     return entry | {
         "num_microbatches": choice.num_microbatches,
-        "stages": " ".join(stages),
+        "stages": " ".join(stage.label for stage in instance.stages(ranked.ends)),
         "closed_form_seconds": ranked.ticks * instance.tick_seconds,
     }
 

@@ -145,7 +145,7 @@ class Replayer:
     def _heaviest_replicas(self, plan: Plan, batch: int, count: int) -> list[SampleTable]:
         data = plan.degrees.data
         stages = tuple((stage.module, plan.degrees.tensor_of(stage.rank), stage.recompute) for stage in plan.stages)
-        key = (batch, data, stages)
+        key = (batch, data, plan.policy, stages)
         if key not in self._heaviest:
             samples = self.demand.samples.take(self.demand.rows[batch])
             rows = [np.arange(len(samples))]

@@ -26,7 +26,7 @@ from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.cuts import Cuts
-from entrain_opt.planner.demand import module_seconds
+from entrain_opt.planner.demand import module_seconds, work_shares
 from entrain_opt.planner.order import Order, find_order
 from entrain_opt.workload.samples import SampleTable
 
@@ -178,6 +178,7 @@ def plan_stability(
         if found is None and bool((cuts.regrets(sums[1:]) - on_all <= tolerance).all()):
             found = size
         largest, size = size, 2 * size
+    names = [module.name for module in costs.model.modules]
     own = cuts.draw(np.random.default_rng(seed + 1), plan.global_batch_size, trials)
     return Stability(
         batch_size=found,
@@ -193,14 +194,8 @@ def plan_stability(
         error=error,
         splits=split_counts(cuts, trials, seed=seed + 2),
         order=find_order(cuts.module_seconds(cuts.values), seed=seed),
-        work_shares=_work_shares(samples, costs),
+        work_shares=dict(zip(names, work_shares(module_seconds(samples, costs)).tolist(), strict=True)),
     )
-
-
-def _work_shares(samples: SampleTable, costs: CostModel) -> dict[str, float]:
-    sums = module_seconds(samples, costs).sum(axis=0)
-    total = max(float(sums.sum()), 1e-30)
-    return {module.name: float(share) / total for module, share in zip(costs.model.modules, sums, strict=True)}
 
 
 def split_counts(cuts: Cuts, trials: int, *, seed: int) -> dict[int, dict[str, int]]:

@@ -71,20 +71,23 @@ def _check_memory(graph: WorkGraph, orders: list[list[int]], split: set[int], co
             limit = limits[stage]
             if limit is None:
                 continue
-            kept = kept_amount(amounts[slot]) if slot in split else 0
+            is_split = slot in split
+            kept = kept_amount(amounts[slot]) if is_split else 0
             if kind == 0:
                 held[stage] += amounts[slot]
                 units[stage] += 1
-            elif kind == 1 and slot in split:
+                # One unit alone may exceed the limit, but not to split its backward.
+                may_exceed = units[stage] == 1
+            elif kind == 1 and is_split:
                 held[stage] += kept
+                may_exceed = False
             else:
                 held[stage] -= amounts[slot] + kept
                 units[stage] -= 1
-            # One unit alone may exceed the limit, but not to split its backward.
-            splits = kind == 1 and slot in split
-            if held[stage] > limit and (splits or (kind == 0 and units[stage] > 1)):
+                may_exceed = True
+            if held[stage] > limit and not may_exceed:
                 name = "patches" if stage < graph.shape.num_encoder_stages else "tokens"
                 raise ScheduleError(
                     f"{name}_in_flight: stage {stage} holds {held[stage]} {name} when it starts "
-                    f"{graph.action(operation, split=slot in split)}, the limit is {limit}."
+                    f"{graph.action(operation, split=is_split)}, the limit is {limit}."
                 )

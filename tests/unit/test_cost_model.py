@@ -149,6 +149,15 @@ def test_the_assigner_and_simulator_take_the_costs():
     assert timeline.makespan_seconds > busiest
 
 
+def test_backwards_of_stages_with_recompute_have_no_part_that_can_wait():
+    plan = make_plan([("vision", 0, 12, 0), ("llm", 0, 3, 1), ("llm", 3, 6, 2)])
+    recomputing = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], recompute=True)))
+    costs, samples = make_costs(devices=3), make_samples(10)
+    kept, recomputed = (costs.batch_costs(samples, p).stages.weight_gradient_share for p in (plan, recomputing))
+    assert kept[2] > 0
+    assert recomputed == (*kept[:2], 0.0)
+
+
 def test_rows_can_be_taken_before_or_after():
     costs, samples = make_costs(devices=2), make_samples(30)
     plan, rows = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)]), np.array([3, 17, 4])

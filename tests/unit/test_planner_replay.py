@@ -57,6 +57,17 @@ def test_what_is_kept_of_a_plan_without_recompute_is_not_taken_for_one_with():
     assert kept.replay(again, num_batches=4, num_replicas=1) == fresh
 
 
+def test_replicas_kept_of_a_plan_are_not_those_of_a_plan_with_another_policy():
+    samples, costs = make_samples(120), make_costs(devices=8)
+    demand = estimate_demand(samples, costs, 16)
+    options = PlanOptions(cost_model="analytic")
+    plain = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)], data=4)
+    plans = [replace(plain, policy=policy) for policy in ("pairwise", "in_order")]
+    kept = Replayer(costs, demand, options)
+    found = [kept.replay(plan, num_batches=4, num_replicas=1) for plan in plans]
+    assert found[1] == Replayer(costs, demand, options).replay(plans[1], num_batches=4, num_replicas=1)
+
+
 def test_plans_of_degrees_that_did_not_fit_without_caps_get_them_at_once(monkeypatch):
     costs = make_costs(model=make_model(scale=4), devices=2)
     demand = estimate_demand(make_samples(120), costs, 64)
