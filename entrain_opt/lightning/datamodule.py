@@ -139,7 +139,7 @@ class MultimodalDataModule(pl.LightningDataModule):
             cost_model=strategy.cost_model,
             replica=strategy.groups.replica,
             pipeline_rank=strategy.groups.pipeline_rank,
-            keeps_timeline=bool(strategy.trace_steps) and strategy.groups.pipeline_rank == 0,
+            keeps_timeline=bool(strategy.trace_steps) and strategy.groups.is_first_of_replica,
         )
         return AheadLoader(
             GlobalBatchDataset(builder),

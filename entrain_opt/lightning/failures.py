@@ -14,7 +14,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -164,7 +163,7 @@ class FailureBoard:
                 continue
             if wait is not reported:
                 reported, limit = wait, self._watchdog_seconds
-            if time.monotonic() - wait.since_seconds >= limit:
+            if wait.seconds >= limit:
                 limit *= 2
                 _say(f"rank {self._rank} {self._waits.describe()}.")
                 if wait.peer is not None:

@@ -233,8 +233,8 @@ class EntrainStrategy(DDPStrategy):
             end_children=self._end_children,
         )
         trainer = self._module.trainer
-        add_callbacks(self, trainer)
         self._agree(lambda: check_options(self))
+        add_callbacks(self, trainer)
         self._agree(lambda: check_trainer(trainer, emulated=self.emulate is not None))
         found = self._agree(lambda: resolve_run(self, trainer, self._module))
         content = [None if found is None else (found.plan, found.costs.measured)]

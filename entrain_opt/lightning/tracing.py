@@ -1,8 +1,8 @@
 """A measured trace of chosen steps: what every rank did, beside what the simulator said of the step.
 
-Every rank notes its spans while such a step runs (`entrain_opt.runtime.spans`); after it they are gathered, and the
-first rank writes one file per step, `traces/step-N.json` under the run's folder, for ui.perfetto.dev. Steps are
-numbered as in the logged metrics: the first is 0.
+Every rank notes its spans while such a step runs (`entrain_opt.runtime.spans`; of devices that share layers, the first
+one does); after it they are gathered, and the first rank writes one file per step, `traces/step-N.json` under the run's
+folder, for ui.perfetto.dev. Steps are numbered as in the logged metrics: the first is 0.
 
 Price: steps that are not chosen pay nothing but the simulated timeline that their batch carries.
 """
@@ -53,7 +53,8 @@ class StepTracer(Callback):
     ) -> None:
         if trainer.global_step in self._left:
             self._step, self._optimizer_began = trainer.global_step, None
-            self._strategy.groups.waits.spans = SpanLog()
+            groups = self._strategy.groups
+            groups.waits.spans = SpanLog() if groups.tensor.place == 0 else None
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -68,18 +69,21 @@ class StepTracer(Callback):
         ended, strategy = now(), self._strategy
         groups, shape = strategy.groups, strategy.plan.pipeline_shape
         log, groups.waits.spans = groups.waits.spans, None
-        assert log is not None
-        if self._optimizer_began is not None:
-            log.stepped(shape.stages_of_rank(groups.pipeline_rank), self._optimizer_began, ended)
-        scale = 1.0 if strategy.rehearsal is None else strategy.rehearsal.scale
-        mine = rank_trace(log, replica=groups.replica, rank=groups.pipeline_rank, predicted=batch.timeline, scale=scale)
-        traces: list[RankTrace] = [mine] * strategy.world_size
+        mine: RankTrace | None = None
+        if log is not None:
+            if self._optimizer_began is not None:
+                log.stepped(shape.stages_of_rank(groups.pipeline_rank), self._optimizer_began, ended)
+            scale = 1.0 if strategy.rehearsal is None else strategy.rehearsal.scale
+            mine = rank_trace(
+                log, replica=groups.replica, rank=groups.pipeline_rank, predicted=batch.timeline, scale=scale
+            )
+        traces: list[RankTrace | None] = [mine] * strategy.world_size
         if dist.is_initialized():
             with groups.waits.on("the spans of every rank"):
                 dist.all_gather_object(traces, mine)
         if strategy.is_global_zero:
             path = Path(trainer.default_root_dir) / "traces" / f"step-{self._step}.json"
-            write_events(merged_events(traces, shape), path)
+            write_events(merged_events([one for one in traces if one is not None], shape), path)
             rank_zero_info(f"Trace of step {self._step}, measured and simulated: {path} (open it at ui.perfetto.dev)")
         self._left.discard(self._step)
         self._step = None

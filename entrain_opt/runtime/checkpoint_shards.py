@@ -53,15 +53,11 @@ class ShardSavePlanner(DefaultSavePlanner):
         properties = TensorProperties.create_from_tensor(self.state_dict[name])
         return [
             WriteItem(
-                index=MetadataIndex(name, offsets),
+                index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-                    properties=properties,
-                    size=torch.Size(shard.shape),
-                ),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shard.shape)),
             )
-            for offsets, sizes, _ in shard.chunks()
+            for chunk in _chunks(shard)
         ]
 
     def lookup_object(self, index: MetadataIndex) -> Any:
@@ -85,17 +81,20 @@ class ShardLoadPlanner(DefaultLoadPlanner):
             if name in self._shards:
                 stored = self.metadata.state_dict_metadata[name]
                 assert isinstance(stored, TensorStorageMetadata)
-                chunks = [
-                    ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-                    for offsets, sizes, _ in self._shards[name].chunks()
-                ]
-                items += create_read_items_for_chunk_list(name, stored, chunks)
+                items += create_read_items_for_chunk_list(name, stored, _chunks(self._shards[name]))
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         if index.fqn in self._shards:
             return _chunk(self.state_dict[index.fqn], self._shards[index.fqn], index)
         return super().lookup_tensor(index)
+
+
+def _chunks(shard: Shard) -> list[ChunkStorageMetadata]:
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        for offsets, sizes, _ in shard.chunks()
+    ]
 
 
 def _chunk(part: Tensor, shard: Shard, index: MetadataIndex) -> Tensor:

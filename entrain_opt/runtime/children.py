@@ -91,3 +91,49 @@ def run_modules(
             end_processes(list(children.values()))
         outputs = {name: path.read_text(encoding="utf-8", errors="replace") for name, path in log.items()}
     return {name: Ended(code=codes[name], output=outputs[name]) for name in calls}
+
+
+def run_together(
+    module: str,
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    timeout_seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> str | None:
+    """Run a module in several processes that need each other; all have ended on return.
+
+    Args:
+        module: run once per argument.
+        arguments: of the processes.
+        folder: for their output: `log0`, `log1` and so on.
+        timeout_seconds: for all of them.
+        environment: additional variables.
+
+    Returns:
+        What failed first, in words; None if nothing did.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    children: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"log{number}" for number in range(len(arguments))]
+    try:
+        for argument, log in zip(arguments, logs, strict=True):
+            children.append(start_module(module, argument, log, environment))
+        while True:
+            codes = [child.poll() for child in children]
+            # The first to fail says why; others fail for want of it.
+            for number, code in enumerate(codes):
+                if code:
+                    return f"process {number} ended with status {code}:\n{_last_lines(logs[number])}"
+            waiting = [number for number, code in enumerate(codes) if code is None]
+            if not waiting:
+                return None
+            if time.monotonic() > deadline:
+                return f"processes {waiting} did not finish in time:\n{_last_lines(logs[waiting[0]])}"
+            time.sleep(0.02)
+    finally:
+        end_processes(children)
+
+
+def _last_lines(path: Path, count: int = 20) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])

@@ -17,7 +17,6 @@ def load_composed(folder: Path, *, seed: int | None, dtype: torch.dtype) -> Comp
     family = ComposedFamily(ComposedConfig.from_pretrained(folder))
     with torch.device("meta"):
         model: ComposedModel = family.new_model()
-    constant = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     homes, drawn = weight_homes(model, family, folder)
     if drawn and seed is None:
         raise RuntimeConfigError(
@@ -28,6 +27,4 @@ def load_composed(folder: Path, *, seed: int | None, dtype: torch.dtype) -> Comp
     tie(model, family.tied())
     for part, home in homes:
         load_safetensors(model, family, home, part=part)
-    for name in constant:  # Fixed position tables.
-        model.get_parameter(name).requires_grad_(False)
     return model.eval()

@@ -79,15 +79,17 @@ class GradientReducer:
             for pending in self._pending:
                 pending.finish()
         self._pending.clear()
-        if self._groups.tied is not None and self._tied:
-            with self._groups.waits.on("the gradients of the tied embedding"):
-                for pending in _start_sum([p.grad for p in self._tied if p.grad is not None], self._groups.tied):
-                    pending.finish()
-        if self._groups.tensor.group is not None and self._partial:
-            shares = [p.grad for p in self._partial if p.grad is not None]
-            with self._groups.waits.on("the gradients of whole parameters between divided ones"):
-                for pending in _start_sum(shares, self._groups.tensor.group):
-                    pending.finish()
+        self._join("the gradients of the tied embedding", self._tied, self._groups.tied)
+        what = "the gradients of whole parameters between divided ones"
+        self._join(what, self._partial, self._groups.tensor.group)
+
+    def _join(self, what: str, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
+        """Sum the gradients of parameters of which each rank of a group has a share."""
+        if group is None or not parameters:
+            return
+        with self._groups.waits.on(what):
+            for pending in _start_sum([p.grad for p in parameters if p.grad is not None], group):
+                pending.finish()
 
     def global_norm(self) -> Tensor:
         """Euclidean norm of all gradients of the model, each parameter once; equal on every rank."""

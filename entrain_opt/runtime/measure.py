@@ -16,10 +16,7 @@ they are left to the cost model.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,6 +29,7 @@ from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.cost.profile import MeasuredCosts, TimedPass, fit_line, machine_name
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.runtime.children import run_together
 from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.spec.model import check_frozen
@@ -112,46 +110,18 @@ def measure_costs(
 
 
 def _run_workers(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]:
-    """Start all workers, wait for all; the first failure is raised with its output."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        environment.pop(name, None)
-    workers = []
-    for rank in range(request["num_workers"]):
-        with (scratch / f"log{rank}").open("w") as log:
-            command = [
-                sys.executable,
-                "-m",
-                "entrain_opt.runtime.measure_worker",
-                json.dumps({**request, "rank": rank}),
-            ]
-            workers.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
-    try:
-        deadline = time.monotonic() + _TOLERATED_SECONDS
-        running = list(range(len(workers)))
-        while running:
-            for rank in list(running):
-                status = workers[rank].poll()
-                if status is not None:
-                    running.remove(rank)
-                if status:
-                    log_text = (scratch / f"log{rank}").read_text(errors="replace")
-                    raise RuntimeConfigError(
-                        f"measuring failed in worker {rank} (status {status}):\n{log_text[-4000:]}"
-                    )
-            if time.monotonic() > deadline:
-                raise RuntimeConfigError(f"measuring: no result after {_TOLERATED_SECONDS} s; use cost_model analytic.")
-            time.sleep(0.02)
-    finally:
-        for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-            worker.wait()
-    return [json.loads((scratch / f"result{rank}.json").read_text()) for rank in range(len(workers))]
+    """Results of all workers; what failed first is raised with its output."""
+    ranks = range(request["num_workers"])
+    failure = run_together(
+        "entrain_opt.runtime.measure_worker",
+        [json.dumps({**request, "rank": rank}) for rank in ranks],
+        scratch,
+        timeout_seconds=_TOLERATED_SECONDS,
+        environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+    )
+    if failure is not None:
+        raise RuntimeConfigError(f"measuring failed: {failure}\n`cost_model: analytic` does without.")
+    return [json.loads((scratch / f"result{rank}.json").read_text()) for rank in ranks]
 
 
 def _combine(results: list[dict[str, list[list[float]]]]) -> dict[str, list[TimedPass]]:

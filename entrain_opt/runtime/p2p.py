@@ -38,7 +38,7 @@ class PipelineGroups:
 
     Attributes:
         replica, pipeline_rank: where this rank stands.
-        outgoing: whom this rank serves, per (source stage, target stage) on different pipeline ranks.
+        outgoing: whom this rank serves (perhaps nobody), per (source stage, target stage) on different pipeline ranks.
         incoming: who serves this rank, likewise.
         tensor: the devices that share this pipeline rank's layers.
         replica_ranks: all ranks of this replica, None if it is alone.
@@ -57,6 +57,10 @@ class PipelineGroups:
     data: dist.ProcessGroup | None = None
     tied: dist.ProcessGroup | None = None
     waits: WaitLog = field(default_factory=WaitLog)
+
+    @property
+    def is_first_of_replica(self) -> bool:
+        return self.pipeline_rank == 0 and self.tensor.place == 0
 
 
 def stage_edges(plan: Plan) -> list[tuple[int, int]]:
@@ -101,7 +105,9 @@ def make_groups(
         group = dist.new_group(ranks, timeout=timeout) if len(ranks) > 1 else None
         return group if mine in ranks else None
 
-    outgoing: dict[tuple[int, int], tuple[Link, ...]] = {}
+    outgoing: dict[tuple[int, int], tuple[Link, ...]] = {
+        edge: () for edge in stage_edges(plan) if rank_of[edge[0]] == pipeline_rank
+    }
     incoming: dict[tuple[int, int], Link] = {}
     tensor = replica_ranks = data = tied = None
     tied_ranks = sorted({rank_of[stage] for stage in tied_stages})
@@ -118,7 +124,7 @@ def make_groups(
                     shared[key] = new_group([sender, receiver])
                 group = shared[key]
                 if group is not None and mine == sender:
-                    outgoing[edge] = (*outgoing.get(edge, ()), Link(peer=receiver, group=group))
+                    outgoing[edge] = (*outgoing[edge], Link(peer=receiver, group=group))
                 elif group is not None:
                     incoming[edge] = Link(peer=sender, group=group)
         of_rank = [[degrees.global_rank(r, p, i) for i in range(width)] for p, width in enumerate(widths)]
@@ -161,7 +167,7 @@ class Mailbox:
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start sending, to every device that this one serves. The tensor is kept until `finish`."""
         tensor = tensor.contiguous()
-        for link in self._groups.outgoing.get((message.source_stage, message.target_stage), ()):
+        for link in self._groups.outgoing[message.source_stage, message.target_stage]:
             outgoing = Outgoing(message, link.peer)
             with self._groups.waits.on(outgoing):
                 work = dist.isend(tensor, link.peer, group=link.group)

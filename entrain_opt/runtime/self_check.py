@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from entrain_opt.runtime.children import end_processes, start_module
+from entrain_opt.runtime.children import run_together
 
 #: Largest error of a gradient relative to its norm, and of the loss, in float32.
 TOLERANCE = 1e-5
@@ -66,7 +65,17 @@ def run_self_check(timeout_seconds: float = 120.0) -> SelfCheck:
     with tempfile.TemporaryDirectory(prefix="entrain-doctor-") as scratch:
         folder = Path(scratch)
         (folder / "config.json").write_text(json.dumps(_config()), encoding="utf-8")
-        error = _run_ranks(folder, started + timeout_seconds)
+        requests = [
+            json.dumps({"folder": str(folder), "rank": rank, "timeout_seconds": timeout_seconds})
+            for rank in range(_NUM_RANKS)
+        ]
+        error = run_together(
+            "entrain_opt.runtime.self_check",
+            requests,
+            folder,
+            timeout_seconds=timeout_seconds,
+            environment={"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
         seconds = time.monotonic() - started
         if error is not None:
             return SelfCheck(error=error, seconds=seconds)
@@ -96,40 +105,6 @@ def judge(results: list[dict[str, Any]], seconds: float) -> SelfCheck:
         largest_error=errors.get(worst),
         num_gradients=len(errors),
     )
-
-
-def _run_ranks(folder: Path, deadline: float) -> str | None:
-    """What failed first, or None; all ranks have ended either way."""
-    environment = {"NUMBA_DISABLE_JIT": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    left = max(deadline - time.monotonic(), 1.0)
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(_NUM_RANKS):
-            request = json.dumps({"folder": str(folder), "rank": rank, "timeout_seconds": left})
-            log = folder / f"log{rank}"
-            ranks.append(start_module("entrain_opt.runtime.self_check", request, log, environment))
-        while any(rank.poll() is None for rank in ranks):
-            # The first to fail says why; the other fails for want of it.
-            if (failure := _failure(ranks, folder)) is not None:
-                return failure
-            if time.monotonic() > deadline:
-                waiting = [number for number, child in enumerate(ranks) if child.poll() is None]
-                return f"ranks {waiting} did not finish in time:\n{_last_lines(folder / f'log{waiting[0]}')}"
-            time.sleep(0.02)
-        return _failure(ranks, folder)
-    finally:
-        end_processes(ranks)
-
-
-def _failure(ranks: list[subprocess.Popen[bytes]], folder: Path) -> str | None:
-    for number, rank in enumerate(ranks):
-        if rank.poll():
-            return f"rank {number} ended with status {rank.returncode}:\n{_last_lines(folder / f'log{number}')}"
-    return None
-
-
-def _last_lines(path: Path, count: int = 12) -> str:
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:])
 
 
 def _config() -> dict[str, Any]:

@@ -5,7 +5,8 @@ receive notes itself. Spans of all ranks become Chrome trace events of the same 
 measured and the predicted timeline lie over each other in one file.
 
 Ranks of one machine share a clock. Clocks of several machines are laid over each other at the instant at which the
-first rank of each had agreed on the step with all others; the error is the time of one small message.
+first rank of each had agreed on the step with all others; the error is the time of one small message. Devices that
+share a pipeline rank's layers do the same at the same time: the first one of them speaks for all.
 
 Spans are of the host: on a GPU a computation ends for it when its kernels are queued, so gaps and waits there say less.
 
@@ -74,7 +75,7 @@ class SpanLog:
     waits: list[WaitSpan] = field(default_factory=list)
     messages: list[MessageSpan] = field(default_factory=list)
     agreed: float | None = None
-    _sent: set[Message] = field(default_factory=set)
+    _sent: set[tuple[Message, int]] = field(default_factory=set)
     _posted: dict[Message, float] = field(default_factory=dict)
     _reducing: list[tuple[int, float]] = field(default_factory=list)
 
@@ -98,10 +99,10 @@ class SpanLog:
         """The optimizer stepped, for all stages of this rank at once."""
         self.actions.append(ActionSpan(kind="step", unit=(stages[0], -1, 0), start=start, end=end))
 
-    def sent(self, message: Message, start: float, end: float) -> None:
-        """A message was handed over; a second call for it is a wait until it has left."""
-        if message not in self._sent:
-            self._sent.add(message)
+    def sent(self, message: Message, peer: int, start: float, end: float) -> None:
+        """A message was handed over for a rank; a second call for both is a wait until it has left."""
+        if (message, peer) not in self._sent:
+            self._sent.add((message, peer))
             self.messages.append(MessageSpan(message=message, is_send=True, start=start, end=end))
         else:
             self.waits.append(WaitSpan(what="a message to leave", start=start, end=end))
@@ -168,7 +169,7 @@ def merged_events(traces: Sequence[RankTrace], shape: PipelineShape) -> list[dic
     """One trace of all ranks: a process per replica as measured, and behind them one per replica as simulated.
 
     Args:
-        traces: of all ranks of the world.
+        traces: of every pipeline rank of every replica.
         shape: of a replica.
 
     Returns:
@@ -214,12 +215,15 @@ def _rank_events(
         events.append({**common, "ph": "X", "name": "wait", "cat": "wait", "args": args, **span_of})
         if wait.message is not None:
             arrow(wait.message, "f", wait.end)
+    begun: set[Message] = set()
     for one in trace.log.messages:
         args = _arguments(one.message, shape)
         if one.is_send:
             span_of = {"ts": at(one.start), "dur": (one.end - one.start) * MICROSECONDS}
             events.append({**common, "ph": "X", "name": "send", "cat": "send", "args": args, **span_of})
-            arrow(one.message, "s", one.start)
+            if one.message not in begun:  # Of several devices that take it, the first is in the trace.
+                begun.add(one.message)
+                arrow(one.message, "s", one.start)
             continue
         # Several are expected at once, so they are no slices of the rank's thread.
         number = arrows.setdefault((trace.replica, one.message), len(arrows))

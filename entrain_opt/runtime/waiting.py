@@ -4,12 +4,11 @@ Every wait for another rank goes through `WaitLog.on`. So a watchdog in another 
 while it waits, and a connection that breaks raises an error that says the same.
 
 Price: two attribute writes, one object and one reading of the clock per wait; the words are made only when somebody
-reads them.
+reads them. Where a step is traced, the same reading begins the span.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -58,10 +57,15 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What is waited for, and since when (seconds of `time.monotonic`)."""
+    """What is waited for, and since when (on the clock of spans)."""
 
     what: object
     since_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken so far."""
+        return now() - self.since_seconds
 
     @property
     def peer(self) -> int | None:
@@ -69,7 +73,7 @@ class Wait:
         return getattr(self.what, "peer", None)
 
     def __str__(self) -> str:
-        return f"{time.monotonic() - self.since_seconds:.1f} s for {self.what}"
+        return f"{self.seconds:.1f} s for {self.what}"
 
 
 class WaitLog:
@@ -101,33 +105,31 @@ class WaitLog:
 
 
 class _Waiting:
-    __slots__ = ("_log", "_outer", "_start", "_what")
+    __slots__ = ("_log", "_outer", "_wait", "_what")
 
     def __init__(self, log: WaitLog, what: object) -> None:
         self._log = log
         self._what = what
         self._outer: Wait | None = None
-        self._start = 0.0
 
     def __enter__(self) -> None:
-        self._start = now()
         self._outer = self._log.current
-        self._log.current = Wait(self._what, time.monotonic())
+        self._wait = self._log.current = Wait(self._what, now())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        wait = self._log.current
         self._log.current = self._outer
         if isinstance(error, RuntimeError):
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise PeerLost(f"Rank {dist.get_rank()} waited {wait}, in vain: {first_line}") from error
+            raise PeerLost(f"Rank {dist.get_rank()} waited {self._wait}, in vain: {first_line}") from error
         if self._log.spans is not None:
             self._note(self._log.spans)
 
     def _note(self, spans: SpanLog) -> None:
+        start, end = self._wait.since_seconds, now()
         match self._what:
             case Incoming(message=message):
-                spans.received(message, self._start, now())
-            case Outgoing(message=message):
-                spans.sent(message, self._start, now())
+                spans.received(message, start, end)
+            case Outgoing(message=message, peer=peer):
+                spans.sent(message, peer, start, end)
             case what:
-                spans.waited(str(what), self._start, now())
+                spans.waited(str(what), start, end)

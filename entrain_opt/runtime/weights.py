@@ -37,7 +37,7 @@ def keep_only(model: nn.Module, names: set[str]) -> dict[str, nn.Parameter]:
 
 
 def materialize(model: nn.Module, removed: Mapping[str, nn.Parameter], *, seed: int | None, dtype: torch.dtype) -> None:
-    """Give the remaining meta parameters and all buffers CPU memory and their initial values.
+    """Give the remaining meta parameters and all buffers CPU memory and their initial values; what trains stays so.
 
     Args:
         model: after `keep_only`.
@@ -48,7 +48,8 @@ def materialize(model: nn.Module, removed: Mapping[str, nn.Parameter], *, seed: 
     drawn = dtype if seed is None else torch.float32
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         module, leaf = _parent(model, name)
-        setattr(module, leaf, nn.Parameter(torch.empty(parameter.shape, dtype=drawn, device="cpu")))
+        empty = torch.empty(parameter.shape, dtype=drawn, device="cpu")
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=parameter.requires_grad))
     persistent = set(model.state_dict())
     for name, buffer in list(model.named_buffers()):
         module, leaf = _parent(model, name)

@@ -24,19 +24,26 @@ COMPUTE = {"forward", "backward", "backward_input", "backward_weight"}
 
 
 def trace(plans):
-    """On each rank: its trace of one step under each plan, and how many messages it sends and receives."""
+    """On each rank: its trace of one step under each plan, and how many messages it sends and receives.
+
+    None on a device that another one speaks for.
+    """
     found = []
     for plan in plans:
         groups = make_groups(plan)
-        model = build_rank_model(plan.model, plan, groups.pipeline_rank, seed=3)
+        model = build_rank_model(plan.model, plan, groups.pipeline_rank, seed=3, tensor=groups.tensor)
         reader = SyntheticReader(MIXED_TILES)
         batch = RankBatchBuilder(
             samples=reader.table(), reader=reader, family=model.family, plan=plan,
             cost_model=CostModel(ModelSpec.from_pretrained(plan.model), ClusterSpec(device="cpu")),
-            replica=groups.replica, pipeline_rank=groups.pipeline_rank, keeps_timeline=groups.pipeline_rank == 0,
+            replica=groups.replica, pipeline_rank=groups.pipeline_rank, keeps_timeline=groups.is_first_of_replica,
         ).build(list(range(10)))  # fmt: skip
-        groups.waits.spans = log = SpanLog()
+        log = SpanLog()
+        groups.waits.spans = log if groups.tensor.place == 0 else None
         IterationRunner(model, groups).train(batch)
+        if groups.waits.spans is None:
+            found.append(None)
+            continue
         groups.waits.spans = None
         log.stepped(plan.pipeline_shape.stages_of_rank(groups.pipeline_rank), 0.0, 0.0)
         messages = Counter(type(action) for action in batch.actions)
@@ -107,6 +114,24 @@ def test_two_stages_on_two_ranks_and_two_replicas(tmp_path):
         (r, s) for r in (0, 1) for s in (0, 1)
     )
     assert {event["tid"] for event in reductions} == {1}
+
+
+def test_devices_that_share_layers_are_one_thread(tmp_path):
+    """The encoder's device serves two of the language model, the first of which is in the trace."""
+    folder = write_model(tmp_path / "plain")
+    plan = make_plan(folder, SPLITS[2], tensor=(1, 2))
+    encoder, llm, silent = (found[0] for found in run_ranks(trace, 3, [plan]))
+    assert silent is None
+    shape = plan.pipeline_shape
+    events = merged_events([encoder[0], llm[0]], shape)
+    assert slices(events, [0]).keys() == slices(events, [1]).keys()
+    assert len(slices(events, [0])) == sum(event.get("cat") in COMPUTE and event["pid"] == 0 for event in events)
+    starts, ends = (Counter(e["id"] for e in events if e["ph"] == p and e["cat"] == "message") for p in "sf")
+    assert starts == ends
+    assert set(starts.values()) == {1}
+    # Each activation is handed over twice; nothing but that is a send of the encoder's.
+    sends = [e for e in events if e.get("cat") == "send"]
+    assert Counter(e["tid"] for e in sends) == {0: 2 * encoder[1], 1: llm[1]}
 
 
 def test_one_process_agrees_with_none(tmp_path):

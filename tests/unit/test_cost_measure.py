@@ -32,7 +32,7 @@ def test_a_worker_that_fails_is_heard(tmp_path, monkeypatch):
     # The folder is one that only the worker finds wrong.
     monkeypatch.setattr("entrain_opt.runtime.measure.read_family", lambda folder: object.__new__(LlavaFamily))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(RuntimeConfigError, match="measuring failed in worker 0"):
+    with pytest.raises(RuntimeConfigError, match="measuring failed: process 0 ended with status 1"):
         measure_costs(tmp_path)
 
 
