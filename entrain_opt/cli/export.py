@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from entrain_opt.spec.families import COMPOSED_TYPE
 from entrain_opt.spec.folder import read_json
 
 
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from entrain_opt.runtime.checkpoint import export
 
     export(Path(arguments.checkpoint), Path(arguments.output))
-    is_composed = read_json(Path(arguments.output) / "config.json")["model_type"] == "entrain_composed"
+    is_composed = read_json(Path(arguments.output) / "config.json")["model_type"] == COMPOSED_TYPE
     loader = "entrain_opt.ComposedModel" if is_composed else "AutoModelForImageTextToText"
     print(f"Written to {arguments.output}. Load it with")
     print(f"  {loader}.from_pretrained({arguments.output!r})")

@@ -46,10 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
+    from entrain_opt.cli.packages import refuse_compromised
     from entrain_opt.cli.plan import resolve_recipe
     from entrain_opt.cli.recipe import read_recipe
     from entrain_opt.errors import RuntimeConfigError
 
+    refuse_compromised()
     recipe, console = read_recipe(arguments.config), Console(soft_wrap=True, highlight=False)
     for name in ("replicas", "steps"):
         if getattr(arguments, name) < 1:

@@ -87,6 +87,9 @@ def resolve(
         raise RuntimeConfigError(f"bad_samples: expected error or skip, found {bad_samples!r}.")
     model = ModelSpec.from_pretrained(model_folder, frozen=frozen)
     cluster = options.cluster(num_nodes, devices_per_node)
+    given = None
+    if str(plan) != "auto":  # Before the data is read: a wrong file is told at once.
+        given = check_plan_file(plan, model, cluster, global_batch_size, frozen)
     samples = load_samples(dataset, model_folder, bad_samples=bad_samples, cache_dir=cache_dir, progress=progress)
     measured = None
     if options.cost_model == "measured":
@@ -94,8 +97,8 @@ def resolve(
             model_folder, cluster, frozen=frozen, options=options, cache_dir=cache_dir, measure=measure
         )
     costs = CostModel(model, cluster, measured=measured, precision=options.precision)
-    if str(plan) != "auto":
-        found, source = check_plan_file(plan, model, cluster, global_batch_size, frozen), "file"
+    if given is not None:
+        found, source = given, "file"
     else:
         found, source = _solved(model, samples, cluster, global_batch_size, options, costs, Path(cache_dir))
     return Resolution(plan=found, source=source, samples=samples, model=model, cluster=cluster, costs=costs)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.errors import RuntimeConfigError, WorkloadError
+from entrain_opt.spec.families import COMPOSED_TYPE
 from entrain_opt.spec.folder import find_model_folder, first_value, read_json
 from entrain_opt.workload.conversation import ChatSample
 from entrain_opt.workload.media.rule import Expansion
@@ -123,7 +124,7 @@ class ChatEncoder:
         folder = find_model_folder(model_folder)
         config = read_json(folder / "config.json")
         # Transformers warns of a model type that it does not know; the tokenizer's own files say all there is.
-        plain = {"config": PreTrainedConfig()} if config.get("model_type") == "entrain_composed" else {}
+        plain = {"config": PreTrainedConfig()} if config.get("model_type") == COMPOSED_TYPE else {}
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **plain)
         except (OSError, ValueError, KeyError, ImportError) as error:

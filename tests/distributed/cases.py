@@ -1,9 +1,10 @@
-"""Tiny models, batches and plans for multi-process tests, and the plain single-process reference."""
+"""Tiny models, batches and plans for multi-process tests, the plain single-process reference, and the comparison."""
 
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, SiglipVisionConfig
 
@@ -18,6 +19,8 @@ from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.chat import EncodedSample
 from entrain_opt.workload.samples import SampleTable
 
+#: Relative difference of losses, norms and gradients that float32 sums of another order make.
+TOLERANCE = 1e-5
 IMAGE_ID = 3
 TILE_TOKENS = 4
 
@@ -211,6 +214,70 @@ def reference(folder, reader, rows, *, frozen=(), seed=7, precision="32-true", p
                 gradients[name] = gradients.get(name, 0) + parameter.grad.float().numpy()
                 parameter.grad = None
     return loss, gradients
+
+
+def freeze(model, family, frozen):
+    """Switch off the gradients of a plain model's frozen parts."""
+    for name, parameter in model.named_parameters():
+        if family.place(name).part in frozen:
+            parameter.requires_grad_(False)
+
+
+def expected_gradients(model, inputs, texts):
+    """Loss and gradients of any plain model, one sample at a time, token-weighted over all.
+
+    Args:
+        model: takes each of the `inputs` as keyword arguments; under `torch.no_grad` there are no gradients.
+        inputs: of each sample.
+        texts: encoded, whose labels count.
+    """
+    total = sum(text.num_label_tokens for text in texts)
+    loss = 0.0
+    for arguments, text in zip(inputs, texts, strict=True):
+        logits = model(**arguments).logits[0]
+        share = torch.nn.functional.cross_entropy(logits, torch.from_numpy(text.label_ids), reduction="sum") / total
+        if share.requires_grad:
+            share.backward()
+        loss += share.item()
+    return loss, {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def own_parts(values, shards):
+    """What a device holds of whole arrays."""
+
+    def part(name, value):
+        shard = shards.get(name)
+        if shard is None:
+            return value
+        return np.concatenate([value[shard.index(*ends)] for ends in shard.ranges], axis=shard.dim)
+
+    return {name: part(name, value) for name, value in values.items()}
+
+
+def assert_exact(expected, results, case=None):
+    """Loss and norm are the plain model's, and every rank's gradients its parts of the plain model's.
+
+    Args:
+        expected: loss and gradients of the plain model.
+        results: of each rank, as `run_model` returns them.
+        case: told where they differ.
+    """
+    expected_loss, gradients = expected
+    assert sum(result[0] for result in results) == pytest.approx(expected_loss, rel=TOLERANCE), case
+    norm = np.sqrt(sum(float(np.linalg.norm(gradient)) ** 2 for gradient in gradients.values()))
+    for _, found, found_norm, notes in results:
+        owned = {name: gradient for name, gradient in gradients.items() if name in found}
+        assert relative_error(found, own_parts(owned, notes["shards"])) < TOLERANCE, case
+        assert found_norm == pytest.approx(norm, rel=TOLERANCE), case
+    assert set(gradients) <= {name for _, found, *_ in results for name in found}, case
+
+
+class ReaderWithTable:
+    """A reader as `run_pipeline` takes it."""
+
+    def __init__(self, reader, table):
+        self.pixels, self.shapes, self.text = reader.pixels, reader.shapes, reader.text
+        self.table = lambda: table
 
 
 def relative_error(found, expected):

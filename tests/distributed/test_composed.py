@@ -9,10 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import make_plan, relative_error, run_pipeline
+from cases import (
+    TOLERANCE,
+    ReaderWithTable,
+    assert_exact,
+    expected_gradients,
+    freeze,
+    make_plan,
+    run_pipeline,
+)  # fmt: skip
 from composed_models import AUDIO_ONLY, CONFIGS, IMAGES_ONLY, ROWS, TEXT_ONLY, ComposedReader
 from ranks import run_ranks
-from test_tensor import assert_parts_exact
 from transformers import (
     AutoFeatureExtractor,
     AutoImageProcessor,
@@ -35,7 +42,6 @@ from entrain_opt.workload.images import open_image
 from entrain_opt.workload.index import measure_dataset
 
 ROOT = Path(__file__).parents[2]
-TOLERANCE = 1e-5
 ONE, TWO = "qwen2_5-llama", "qwen2_5-whisper-llama"
 
 
@@ -64,28 +70,9 @@ def whole_plan(folder):
 def expected_of(folder, name, rows, frozen=()):
     """Loss and gradients of the plain model, one sample at a time."""
     model, family = load_composed(folder, seed=7, dtype=torch.float32), read_family(folder)
-    for parameter_name, parameter in model.named_parameters():
-        if family.place(parameter_name).part in frozen:
-            parameter.requires_grad_(False)
+    freeze(model, family, frozen)
     reader = ComposedReader(name)
-    total = int(reader.table().label_tokens[list(rows)].sum())
-    loss = 0.0
-    for row in rows:
-        logits = model(**reader.plain_inputs(row)).logits[0]
-        labels = torch.from_numpy(reader.text(row).label_ids)
-        share = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total
-        share.backward()
-        loss += share.item()
-    return loss, {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_exact(expected, results):
-    expected_loss, gradients = expected
-    assert sum(result[0] for result in results) == pytest.approx(expected_loss, rel=TOLERANCE)
-    for result in results:
-        owned = {name: gradient for name, gradient in gradients.items() if name in result[1]}
-        assert relative_error(result[1], owned) < TOLERANCE
-    assert set(gradients) <= {name for result in results for name in result[1]}
+    return expected_gradients(model, map(reader.plain_inputs, rows), [reader.text(row) for row in rows])
 
 
 #: Cut in one process: every module in two stages, and whole.
@@ -248,14 +235,6 @@ def test_what_cannot_be_executed_is_named(changes, message, tmp_path):
         load_composed(folder, seed=0, dtype=torch.float32)
 
 
-class ReaderWithTable:
-    """A reader as `run_pipeline` takes it."""
-
-    def __init__(self, reader, table):
-        self.pixels, self.shapes, self.text = reader.pixels, reader.shapes, reader.text
-        self.table = lambda: table
-
-
 def test_tiny_folder_with_its_own_processors(tmp_path):
     """The shipped mixed data through the folder's processors, cut, against the plain model on what they make."""
     folder = ROOT / "models" / "tiny-compose-qwen2_5-vit-whisper-llama"
@@ -272,10 +251,10 @@ def test_tiny_folder_with_its_own_processors(tmp_path):
     loss, *_ = run_pipeline(plan, ReaderWithTable(reader, table), rows, training=False)
     model = load_composed(folder, seed=7, dtype=torch.float32)
     images, audio = AutoImageProcessor.from_pretrained(folder), AutoFeatureExtractor.from_pretrained(folder)
-    expected = 0.0
-    for row in rows:
-        text, media = reader.text(row), reader.dataset[reader.dataset.row_of(str(table.sample_ids[row]))].media
-        inputs = {}
+
+    def plain_inputs(row):
+        media = reader.dataset[reader.dataset.row_of(str(table.sample_ids[row]))].media
+        inputs = {"input_ids": torch.from_numpy(reader.text(row).input_ids)[None]}
         if pictures := [open_image(item) for item in media if item.kind == "image"]:
             inputs |= images(images=pictures, return_tensors="pt")
         if clips := [read_wave(item.path) for item in media if item.kind == "audio"]:
@@ -283,11 +262,11 @@ def test_tiny_folder_with_its_own_processors(tmp_path):
                 clips, sampling_rate=8000, padding="max_length", return_attention_mask=True, return_tensors="pt"
             )
             inputs |= {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
-        with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(text.input_ids)[None], **inputs).logits[0]
-        labels = torch.from_numpy(text.label_ids)
-        expected += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-    assert loss == pytest.approx(expected / int(table.label_tokens[rows].sum()), rel=TOLERANCE)
+        return inputs
+
+    with torch.no_grad():
+        expected, _ = expected_gradients(model, map(plain_inputs, rows), [reader.text(row) for row in rows])
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
 
 
 def read_wave(path):
@@ -307,4 +286,4 @@ def test_two_devices_share_all_layers(tmp_path):
     of_ranks = run_ranks(on_two_devices, 2, tmp_path)
     for index, name in enumerate((ONE, TWO)):
         results = [results[index] for results in of_ranks]
-        assert_parts_exact(results, expected_of(tmp_path / name, name, tuple(ROWS)))
+        assert_exact(expected_of(tmp_path / name, name, ROWS), results)

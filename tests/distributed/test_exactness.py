@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
-import pytest
-from cases import MIXED_TILES, SPLITS, SyntheticReader, make_plan, reference, relative_error, run_pipeline, write_model
+from cases import MIXED_TILES, SPLITS, SyntheticReader, assert_exact, make_plan, reference, run_pipeline, write_model
 from ranks import run_ranks
 
 ALL_FROZEN = [(), ("vision_tower",), ("vision_tower", "projector"), ("vision_tower", "language_model")]
@@ -52,23 +50,14 @@ def run_cases(root, cases):
     return [run_pipeline(case.plan(root / model_folder(root, case).name), reader, list(case.rows)) for case in cases]
 
 
-def assert_exact(root, cases, results_of_ranks):
-    """Ranks hold different parameters; replicas hold the same, which must agree."""
+def assert_cases_exact(root, cases, results_of_ranks):
+    """And replicas agree on what they ran."""
     for index, case in enumerate(cases):
-        expected_loss, expected = expected_of(model_folder(root, case), case.rows, case.frozen)
         results = [results[index] for results in results_of_ranks]
-        loss = sum(result[0] for result in results)
-        assert loss == pytest.approx(expected_loss, rel=1e-5), case
+        assert_exact(expected_of(model_folder(root, case), case.rows, case.frozen), results, case)
         agreements = {result[3]["agreement"] for result in results}
         assert len({agreement.split for agreement in agreements}) == 1, case
         assert len(agreements) == len({agreement.replica for agreement in agreements}), case
-        for result in results:
-            owned = {name: gradient for name, gradient in expected.items() if name in result[1]}
-            assert relative_error(result[1], owned) < 1e-5, case
-        found = {name for result in results for name in result[1]}
-        assert set(expected) <= found, case
-        norm = np.sqrt(sum(float(np.linalg.norm(g)) ** 2 for g in expected.values()))
-        assert all(result[2] == pytest.approx(norm, rel=1e-5) for result in results), case
 
 
 def standard_cases(split):
@@ -97,7 +86,7 @@ def special_cases(split):
 
 def test_one_rank(tmp_path):
     cases = standard_cases(SPLITS[1]) + special_cases(SPLITS[1])
-    assert_exact(tmp_path, cases, [run_cases(tmp_path, cases)])
+    assert_cases_exact(tmp_path, cases, [run_cases(tmp_path, cases)])
 
 
 def test_two_ranks(tmp_path):
@@ -108,14 +97,14 @@ def test_two_ranks(tmp_path):
     cases.append(Case(interleaved, schedule="1f1b", tied=True))
     for case in cases:
         model_folder(tmp_path, case)
-    assert_exact(tmp_path, cases, run_ranks(run_cases, 2, tmp_path, cases))
+    assert_cases_exact(tmp_path, cases, run_ranks(run_cases, 2, tmp_path, cases))
 
 
 def test_three_ranks(tmp_path):
     cases = standard_cases(SPLITS[3]) + standard_cases(SPLITS["3-llm"]) + special_cases(SPLITS["3-llm"])
     for case in cases:
         model_folder(tmp_path, case)
-    assert_exact(tmp_path, cases, run_ranks(run_cases, 3, tmp_path, cases))
+    assert_cases_exact(tmp_path, cases, run_ranks(run_cases, 3, tmp_path, cases))
 
 
 def test_pipelines_and_replicas_together(tmp_path):
@@ -127,7 +116,7 @@ def test_pipelines_and_replicas_together(tmp_path):
     ]
     for case in cases:
         model_folder(tmp_path, case)
-    assert_exact(tmp_path, cases, run_ranks(run_cases, 4, tmp_path, cases))
+    assert_cases_exact(tmp_path, cases, run_ranks(run_cases, 4, tmp_path, cases))
 
 
 def test_deferral_is_exercised(tmp_path):

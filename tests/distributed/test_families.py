@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases import make_plan, relative_error, run_model, run_pipeline
+from cases import TOLERANCE, assert_exact, expected_gradients, freeze, make_plan, run_model, run_pipeline
 from family_models import CASES, MEDIA, FamilyReader
 from ranks import run_ranks
 
@@ -18,7 +18,6 @@ from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.spec import ModelSpec
 
 ROWS = tuple(range(len(MEDIA)))
-TOLERANCE = 1e-5
 
 
 #: Cuts of encoder and language model, and the rank of each stage. On two ranks: each module whole; the encoder alone is
@@ -66,28 +65,9 @@ def plain_model(folder, name, seed=7):
 def expected_of(folder, name, rows, frozen=()):
     """Loss and gradients, one sample at a time."""
     model, family = plain_model(folder, name)
-    for parameter_name, parameter in model.named_parameters():
-        if family.place(parameter_name).part in frozen:
-            parameter.requires_grad_(False)
+    freeze(model, family, frozen)
     reader = FamilyReader(name)
-    total = int(reader.table().label_tokens[list(rows)].sum())
-    loss = 0.0
-    for row in rows:
-        logits = model(**reader.plain_inputs(row)).logits[0]
-        labels = torch.from_numpy(reader.text(row).label_ids)
-        share = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total
-        share.backward()
-        loss += share.item()
-    return loss, {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_exact(expected, results):
-    expected_loss, gradients = expected
-    assert sum(result[0] for result in results) == pytest.approx(expected_loss, rel=TOLERANCE)
-    for result in results:
-        owned = {name: gradient for name, gradient in gradients.items() if name in result[1]}
-        assert relative_error(result[1], owned) < TOLERANCE
-    assert set(gradients) <= {name for result in results for name in result[1]}
+    return expected_gradients(model, map(reader.plain_inputs, rows), [reader.text(row) for row in rows])
 
 
 @pytest.fixture
@@ -189,15 +169,13 @@ def test_export_after_a_step_gives_the_plain_model_with_equal_logits(name, root,
     assert not any(info.values()), info
     trained = type(initial)(type(initial.config).from_pretrained(root / name))
     trained.load_state_dict(model.model.state_dict(), strict=True)
-    loss, total = 0.0, int(reader.table().label_tokens.sum())
+    inputs = [reader.plain_inputs(row) for row in ROWS]
     with torch.no_grad():
-        for row in ROWS:
-            inputs = reader.plain_inputs(row)
-            logits = exported.eval()(**inputs).logits
-            assert torch.equal(logits, trained.eval()(**inputs).logits)
-            assert not torch.allclose(logits, initial(**inputs).logits, atol=1e-3)
-            labels = torch.from_numpy(reader.text(row).label_ids)
-            loss += torch.nn.functional.cross_entropy(logits[0], labels, reduction="sum").item() / total
+        for one in inputs:
+            logits = exported.eval()(**one).logits
+            assert torch.equal(logits, trained.eval()(**one).logits)
+            assert not torch.allclose(logits, initial(**one).logits, atol=1e-3)
+        loss, _ = expected_gradients(exported, inputs, [reader.text(row) for row in ROWS])
     # And the pipeline, cut otherwise, makes the same of the exported folder.
     again = build_rank_model(tmp_path / "out", plan_of(tmp_path / "out", name, (2,), (1,)), 0, seed=99)
     assert run_model(again, reader, list(ROWS), training=False)[0] == pytest.approx(loss, rel=TOLERANCE)

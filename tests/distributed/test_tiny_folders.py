@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import make_plan, run_pipeline
+from cases import TOLERANCE, ReaderWithTable, expected_gradients, make_plan, run_pipeline
 from transformers import AutoFeatureExtractor, AutoImageProcessor
 
 from entrain_opt.runtime.families import read_family
@@ -69,23 +69,13 @@ def assert_loss_is_the_plain_models(reader, table, module, plain_inputs):
     model = read_family(folder).new_model()
     model.load_state_dict(whole.model.state_dict())
     model.eval()
-    expected = 0.0
-    for row in rows:
-        text = reader.text(row)
-        ids = torch.from_numpy(text.input_ids)[None]
-        with torch.no_grad():
-            logits = model(input_ids=ids, **plain_inputs(row, ids)).logits[0]
-        labels = torch.from_numpy(text.label_ids)
-        expected += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
-    assert loss == pytest.approx(expected / int(table.label_tokens.sum()), rel=1e-5)
-
-
-class ReaderWithTable:
-    """A reader as `run_pipeline` takes it."""
-
-    def __init__(self, reader, table):
-        self.pixels, self.shapes, self.text = reader.pixels, reader.shapes, reader.text
-        self.table = lambda: table
+    texts = [reader.text(row) for row in rows]
+    ids = [torch.from_numpy(text.input_ids)[None] for text in texts]
+    with torch.no_grad():
+        expected, _ = expected_gradients(
+            model, [{"input_ids": ids[row], **plain_inputs(row, ids[row])} for row in rows], texts
+        )
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", IMAGE_FOLDERS)

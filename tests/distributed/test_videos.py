@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import make_plan, relative_error, run_pipeline
+from cases import ReaderWithTable, assert_exact, expected_gradients, make_plan, run_pipeline
 from PIL import Image
-from test_tiny_folders import ReaderWithTable
 
 from entrain_opt.errors import WorkloadError
 from entrain_opt.runtime.families import read_family
@@ -126,20 +125,11 @@ def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
     rows = list(range(len(samples)))
     split = [("vision", (0, 3), 0), ("vision", (3, 6), 0), ("llm", (0, 2), 0), ("llm", (2, 4), 0)]
     plan = make_plan(folder, split)
-    loss, gradients, *_ = run_pipeline(plan, ReaderWithTable(reader, table), rows)
+    result = run_pipeline(plan, ReaderWithTable(reader, table), rows)
     model = read_family(folder).new_model()
     model.load_state_dict(build_rank_model(folder, plan, 0, seed=7).model.state_dict())
-    expected, total = 0.0, int(table.label_tokens.sum())
-    for row in rows:
-        logits = model.eval()(**plain_inputs(reader, row, samples[row])).logits[0]
-        labels = torch.from_numpy(reader.text(row).label_ids)
-        share = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / total
-        share.backward()
-        expected += share.item()
-    assert loss == pytest.approx(expected, rel=1e-5)
-    wanted = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
-    assert set(wanted) <= set(gradients)
-    assert relative_error(gradients, wanted) < 1e-5
+    inputs = (plain_inputs(reader, row, samples[row]) for row in rows)
+    assert_exact(expected_gradients(model.eval(), inputs, [reader.text(row) for row in rows]), [result])
 
 
 def test_rows_and_placeholders_are_the_processors(tmp_path, folder, samples):

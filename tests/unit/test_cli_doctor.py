@@ -86,8 +86,9 @@ def test_compromised_releases_are_refused_before_anything_is_imported(release, v
     assert finding["status"] == "FAILED"
     assert f"pytorch-lightning {release} is a compromised release" in finding["detail"]
     assert "pytorch-lightning>=2.6.4" in finding["fix"]
-    assert main(["fit", "--config", "recipes/quickstart.yaml"]) == 1
-    assert "compromised release" in capsys.readouterr().err
+    for command in ("fit", "validate", "rehearse"):
+        assert main([command, "--config", "recipes/quickstart.yaml"]) == 1
+        assert "compromised release" in capsys.readouterr().err
 
 
 def test_releases_around_the_compromised_ones_are_not_refused(versions):

@@ -76,7 +76,8 @@ def test_a_plan_file_is_read_and_checked_against_the_run(run, tmp_path):
         ({"plan": tmp_path / "none.yaml"}, "no file"),
     ):
         with pytest.raises(PlanError, match=message):
-            run(**{"plan": path, **changes})
+            # There is no data: a wrong file is told before any is read.
+            run(**{"plan": path, "dataset": tmp_path / "none.jsonl", **changes})
 
 
 def test_edits_of_a_plan_are_checked(run, tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.families.base import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span
 from entrain_opt.runtime.families.composed import ComposedFamily
-from entrain_opt.runtime.families.composed_model import MODEL_TYPE, register_composed
+from entrain_opt.runtime.families.composed_model import register_composed
 from entrain_opt.runtime.families.gemma3 import Gemma3Family
 from entrain_opt.runtime.families.idefics3 import Idefics3Family
 from entrain_opt.runtime.families.internvl import InternVLFamily
@@ -18,9 +18,10 @@ from entrain_opt.runtime.families.mistral3 import Mistral3Family
 from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
 from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
 from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
+from entrain_opt.spec.families import COMPOSED_TYPE
 
 _FAMILIES: dict[str, type[Family]] = {
-    MODEL_TYPE: ComposedFamily,
+    COMPOSED_TYPE: ComposedFamily,
     "gemma3": Gemma3Family,
     "idefics3": Idefics3Family,
     "internvl": InternVLFamily,

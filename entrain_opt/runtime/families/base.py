@@ -35,6 +35,26 @@ IntArray = NDArray[np.int64]
 Span = tuple[int, int]
 
 
+def feature_layer(config: Any) -> int:
+    """How many layers of the tower `vision_feature_layer` asks for; features of several cannot be cut into stages.
+
+    Raises:
+        RuntimeConfigError: a list of layers.
+    """
+    layer = config.vision_feature_layer
+    if not isinstance(layer, int):
+        raise RuntimeConfigError(
+            f"model: config.vision_feature_layer is expected to be one layer, found {layer}; features from several "
+            "layers cannot be cut into stages."
+        )
+    return layer if layer >= 0 else int(config.vision_config.num_hidden_layers) + 1 + layer
+
+
+def consecutive_runs(rows: IntArray) -> list[IntArray]:
+    """Ascending rows, split where one is missing in between."""
+    return np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a parameter lives.

@@ -26,7 +26,6 @@ class _SquareTower(SquareTowerFamily):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.has_class_token = self.vision.model_type == "clip_vision_model"
         self.uses_post_norm = not self.has_class_token
 
     def project(self, inner: Any, hidden: Tensor, unit: MediaUnit) -> Tensor:
@@ -40,8 +39,7 @@ class _Whisper(Qwen2AudioFamily):
         inner: Any = model.model
         tower, (first, end) = inner.audio_tower, layers
         if first == 0:
-            hidden = nn.functional.gelu(tower.conv1(hidden.to(tower.conv1.weight.dtype)))
-            hidden = nn.functional.gelu(tower.conv2(hidden)).transpose(1, 2) + tower.embed_positions.weight
+            hidden = self.embed_frames(tower, hidden)
         for layer in tower.layers[first:end]:
             hidden = layer(hidden, None)
         if end < self.audio.encoder_layers:

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.configuration_utils import SubConfigSpec
 
-from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
+from entrain_opt.runtime.families.base import LLAMA_LIKE
+from entrain_opt.spec.families import COMPOSED_TYPE
 from entrain_opt.spec.folder import find_model_folder
 
-MODEL_TYPE = "entrain_composed"
 SQUARE_TOWERS = ("clip_vision_model", "siglip_vision_model")
 NATIVE_TOWERS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
 AUDIO_TOWERS = ("qwen2_audio_encoder", "whisper")
-LANGUAGE_MODELS = ("llama", "mistral", "qwen2", "qwen3")
 #: Parts whose weights may lie in a folder of their own, by the names by which they are frozen.
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 
@@ -40,11 +40,11 @@ PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 class ComposedConfig(PreTrainedConfig):
     """`config.json` of a composed model; parts are configs of Transformers."""
 
-    model_type = MODEL_TYPE
+    model_type = COMPOSED_TYPE
     sub_configs_defaults: ClassVar[dict[str, SubConfigSpec]] = {
         "vision_config": SubConfigSpec(config_class=AutoConfig, model_type=SQUARE_TOWERS[0], optional=True),
         "audio_config": SubConfigSpec(config_class=AutoConfig, model_type=AUDIO_TOWERS[0], optional=True),
-        "text_config": SubConfigSpec(config_class=AutoConfig, model_type=LANGUAGE_MODELS[0]),
+        "text_config": SubConfigSpec(config_class=AutoConfig, model_type=LLAMA_LIKE[0]),
     }
 
     vision_config: dict[str, Any] | PreTrainedConfig | None = None
@@ -70,14 +70,14 @@ class ComposedConfig(PreTrainedConfig):
         kinds = (("vision_config", (*SQUARE_TOWERS, *NATIVE_TOWERS)), ("audio_config", AUDIO_TOWERS))
         if self.vision_config is None and self.audio_config is None:
             raise RuntimeConfigError("model: expected vision_config or audio_config, found neither.")
-        for name, known in (*kinds, ("text_config", LANGUAGE_MODELS)):
+        for name, known in (*kinds, ("text_config", LLAMA_LIKE)):
             part: Any = getattr(self, name)
             if part is not None and part.model_type not in known:
                 raise RuntimeConfigError(
                     f"model: {name}.model_type: composed models are executed with one of {sorted(known)}, found "
                     f"{part.model_type!r}. To add a tower, write its family and list it in `_TOWERS` of "
                     "entrain_opt/runtime/families/composed.py and in composed_model.py beside it; a language model "
-                    'needs the latter only. CONTRIBUTING.md has the steps under "Add a model family".'
+                    f"needs the methods that `LLAMA_LIKE` in base.py stands for: see {FAMILY_GUIDE}."
                 )
         for kind, encoder in (("image", self.vision_config), ("audio", self.audio_config)):
             token, vocabulary = getattr(self, f"{kind}_token_id"), text.vocab_size
@@ -260,4 +260,4 @@ def _audio_tower(config: Any) -> Any:
 
 def register_composed() -> None:
     """Make `AutoConfig` know composed models; calling it again changes nothing."""
-    AutoConfig.register(MODEL_TYPE, ComposedConfig, exist_ok=True)
+    AutoConfig.register(COMPOSED_TYPE, ComposedConfig, exist_ok=True)

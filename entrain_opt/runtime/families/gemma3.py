@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
-from entrain_opt.runtime.families.base import IntArray, Span
+from entrain_opt.runtime.families.base import IntArray, Span, consecutive_runs
 from entrain_opt.runtime.families.towers import SquareTowerFamily
 
 
@@ -33,8 +32,7 @@ class Gemma3Family(SquareTowerFamily):
     def two_way_spans(self, feature_rows: IntArray) -> tuple[Span, ...]:
         if not len(feature_rows):
             return ()
-        breaks = np.flatnonzero(np.diff(feature_rows) > 1) + 1
-        return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(feature_rows, breaks))
+        return tuple((int(run[0]), int(run[-1]) + 1) for run in consecutive_runs(feature_rows))
 
     def embed(self, model: nn.Module, input_ids: Tensor) -> Tensor:
         # The placeholder may lie outside the vocabulary; its row is replaced anyway.

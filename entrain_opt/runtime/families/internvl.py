@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place, feature_layer
 
 
 class InternVLFamily(Family):
@@ -20,15 +20,14 @@ class InternVLFamily(Family):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.vision = config.vision_config
-        layer, whole = config.vision_feature_layer, self.vision.num_hidden_layers
-        if not isinstance(layer, int) or config.vision_feature_select_strategy != "default":
+        if config.vision_feature_select_strategy != "default":
             raise RuntimeConfigError(
-                "model: config.vision_feature_layer is expected to be one layer and vision_feature_select_strategy "
-                f'"default", found {layer} and {config.vision_feature_select_strategy!r}.'
+                'model: config.vision_feature_select_strategy is expected to be "default", found '
+                f"{config.vision_feature_select_strategy!r}."
             )
-        self.vision_layers: int = layer if layer >= 0 else whole + 1 + layer
+        self.vision_layers = feature_layer(config)
         # Only the feature layer -1 stands for the tower's output, after its norm.
-        self.uses_norm = layer == -1
+        self.uses_norm = config.vision_feature_layer == -1
         self.rows = (_side(self.vision.image_size) // _side(self.vision.patch_size)) ** 2 + 1
 
     def num_layers(self) -> dict[str, int]:

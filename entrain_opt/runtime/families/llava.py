@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.base import LLAMA_LIKE, MediaUnit
+from entrain_opt.runtime.families.base import LLAMA_LIKE, MediaUnit, feature_layer
 from entrain_opt.runtime.families.towers import SquareTowerFamily
 
 
@@ -19,13 +18,7 @@ class LlavaFamily(SquareTowerFamily):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        layer = config.vision_feature_layer
-        if not isinstance(layer, int):
-            raise RuntimeConfigError(
-                f"model: config.vision_feature_layer is expected to be one layer, found {layer}; features from several "
-                "layers cannot be cut into stages."
-            )
-        self.vision_layers = layer if layer >= 0 else config.vision_config.num_hidden_layers + 1 + layer
+        self.vision_layers = feature_layer(config)
 
     def project(self, inner: Any, hidden: Tensor, unit: MediaUnit) -> Tensor:
         features: Tensor = inner.multi_modal_projector(self.select(hidden)).flatten(0, 1)

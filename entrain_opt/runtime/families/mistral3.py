@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.attention import PACKED_ATTENTION
-from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED, Family, MediaUnit, Place, feature_layer
 
 
 class Mistral3Family(Family):
@@ -30,13 +29,7 @@ class Mistral3Family(Family):
         super().__init__(config)
         self.vision = config.vision_config
         self.merge: int = config.spatial_merge_size
-        layer = config.vision_feature_layer
-        if not isinstance(layer, int):
-            raise RuntimeConfigError(
-                f"model: config.vision_feature_layer is expected to be one layer, found {layer}; features from several "
-                "layers cannot be cut into stages."
-            )
-        self.vision_layers: int = layer if layer >= 0 else self.vision.num_hidden_layers + 1 + layer
+        self.vision_layers = feature_layer(config)
 
     def num_layers(self) -> dict[str, int]:
         return {"vision": self.vision_layers, "llm": self.llm_layers}

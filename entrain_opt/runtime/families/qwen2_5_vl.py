@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from entrain_opt.runtime.families.base import INPUT, OUTPUT, Family, IntArray, MediaUnit, Place
+from entrain_opt.runtime.families.base import INPUT, OUTPUT, Family, IntArray, MediaUnit, Place, consecutive_runs
 
 
 class NativeResolutionFamily(Family):
@@ -76,7 +76,7 @@ class NativeResolutionFamily(Family):
         positions = np.empty((3, num_tokens), dtype=np.int64)
         row = position = 0
         for rows, (frames, height, width, *nanoseconds) in media:
-            for run in np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1):
+            for run in consecutive_runs(rows):
                 text = int(run[0]) - row
                 positions[:, row : row + text] = np.arange(position, position + text)
                 position, row = position + text, int(run[0])

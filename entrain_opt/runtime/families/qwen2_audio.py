@@ -61,8 +61,7 @@ class Qwen2AudioFamily(Family):
         tower = inner.audio_tower
         first, end = layers
         if first == 0:
-            hidden = nn.functional.gelu(tower.conv1(hidden.to(tower.conv1.weight.dtype)))
-            hidden = nn.functional.gelu(tower.conv2(hidden)).transpose(1, 2) + tower.embed_positions.weight
+            hidden = self.embed_frames(tower, hidden)
         positions = torch.tensor([(frames + 1) // 2 for (frames,) in unit.shapes], device=hidden.device)
         is_sound = torch.arange(hidden.shape[1], device=hidden.device) < positions[:, None]
         mask = is_sound[:, None, None, :].expand(-1, 1, hidden.shape[1], -1)
@@ -72,6 +71,12 @@ class Qwen2AudioFamily(Family):
             return hidden
         pooled = tower.layer_norm(tower.avg_pooler(hidden.transpose(1, 2)).transpose(1, 2))
         return self.of_clips(inner.multi_modal_projector(pooled), unit)
+
+    def embed_frames(self, tower: Any, frames: Tensor) -> Tensor:
+        """[clips, mel bins, frames] -> [clips, positions, width]."""
+        hidden = nn.functional.gelu(tower.conv1(frames.to(tower.conv1.weight.dtype)))
+        embedded: Tensor = nn.functional.gelu(tower.conv2(hidden)).transpose(1, 2) + tower.embed_positions.weight
+        return embedded
 
     def of_clips(self, rows: Tensor, unit: MediaUnit) -> Tensor:
         """[clips, rows of the whole window, W] -> [F, W], without those of the padding."""

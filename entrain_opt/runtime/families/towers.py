@@ -24,6 +24,7 @@ class SquareTowerFamily(Family):
         self.vision = config.vision_config
         self.vision_layers: int = self.vision.num_hidden_layers
         self.uses_post_norm = False
+        self.has_class_token: bool = self.vision.model_type == "clip_vision_model"
 
     def num_layers(self) -> dict[str, int]:
         return {"vision": self.vision_layers, "llm": self.llm_layers}
@@ -46,8 +47,7 @@ class SquareTowerFamily(Family):
 
     def rows_per_segment(self) -> int:
         """Rows of one square inside the tower: its patches, and CLIP's class token."""
-        has_class_token = "clip" in self.vision.model_type and "siglip" not in self.vision.model_type
-        return int((self.vision.image_size // self.vision.patch_size) ** 2 + has_class_token)
+        return int((self.vision.image_size // self.vision.patch_size) ** 2 + self.has_class_token)
 
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.segments), self.rows_per_segment(), self.vision.hidden_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from entrain_opt.spec.families.composed import read_composed
+from entrain_opt.spec.families.composed import COMPOSED_TYPE, read_composed
 from entrain_opt.spec.families.gemma3 import read_gemma3
 from entrain_opt.spec.families.idefics3 import read_idefics3, read_smolvlm
 from entrain_opt.spec.families.internvl import read_internvl
@@ -20,7 +20,7 @@ from entrain_opt.spec.families.qwen_audio import read_omni, read_qwen2_audio, re
 from entrain_opt.spec.families.qwen_vl import read_qwen2_5_vl, read_qwen3_vl, read_qwen3_vl_moe
 from entrain_opt.spec.families.text import TEXT_TYPES, read_text
 
-__all__ = ["FAMILIES", "Parts"]
+__all__ = ["COMPOSED_TYPE", "FAMILIES", "Parts"]
 
 
 def _read_language_model(config: dict[str, Any], where: str) -> Parts:
@@ -30,7 +30,7 @@ def _read_language_model(config: dict[str, Any], where: str) -> Parts:
 
 
 FAMILIES: dict[str, Callable[[dict[str, Any], str], Parts]] = {
-    "entrain_composed": read_composed,
+    COMPOSED_TYPE: read_composed,
     "gemma3": read_gemma3,
     "idefics3": read_idefics3,
     "internvl": read_internvl,

@@ -40,6 +40,9 @@ from entrain_opt.spec.families.text import TEXT_TYPES, read_text
 from entrain_opt.spec.families.towers import TOWER_TYPES, read_tower
 from entrain_opt.spec.model import ModuleSpec
 
+#: `model_type` of a composed model.
+COMPOSED_TYPE = "entrain_composed"
+
 _QWEN2_5_VISION = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")
 _QWEN3_VISION = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
 _VISION_TYPES = (*TOWER_TYPES, *_QWEN2_5_VISION, *_QWEN3_VISION)

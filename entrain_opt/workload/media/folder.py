@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.spec.families import COMPOSED_TYPE
 from entrain_opt.spec.folder import first_value, read_json
 
 _FALLBACK_SUFFIXES = ("Pil", "Fast")
@@ -101,7 +102,7 @@ class ModelFiles:
     @property
     def is_composed(self) -> bool:
         """Whether the config is of this project's own form."""
-        return self.family == "entrain_composed"
+        return self.family == COMPOSED_TYPE
 
     def stack(self, projector: str) -> int:
         """Neighbours that the projector of a composed model joins into one token; 1 in other models.
