@@ -8,7 +8,8 @@ part), what was searched, and whether the solvers' optimum is that of enumeratio
 none dropped. `--wide` adds tensor degrees and recompute. `import entrain_opt` is timed in processes of its own.
 
 `traces`: our plan and the paper's (Algorithm 2, microbatches of four samples), both replayed by the same assigner and
-simulator; once on the global batches that the planner saw, and once on fresh ones. Costs are analytic, from data
+simulator, with more effort and more replicas than planning takes; once on the global batches that the planner saw, and
+once on fresh ones. Costs are analytic, from data
 sheets; nothing is executed. Audio and video are sized as in `assigner_data.py` and go through the model's one tower.
 """
 
@@ -29,7 +30,7 @@ from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions, solve_plan
-from entrain_opt.planner.demand import estimate_demand
+from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.replay import Replayer
 from entrain_opt.planner.search import rank_choices
@@ -39,8 +40,9 @@ from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload import SampleTable
 from entrain_opt.workload.media import media_rule
 
-#: Fresh batches that both plans are replayed on, and replicas of each.
-FRESH_BATCHES, FRESH_REPLICAS = 6, 2
+#: Batches that both plans are replayed on, replicas of each, and the effort of their assignments.
+BATCHES, REPLICAS, EFFORT = 8, 2, "fast"
+FRESH_SEED = 12345
 
 
 def main() -> None:
@@ -154,7 +156,10 @@ def compare_traces(arguments: argparse.Namespace) -> None:
                     row(name, folder[-2:], devices, f"none: {error}", *[""] * 8)
                     continue
                 planning = time.process_time() - start
-                cells = [name, folder[-2:], devices, describe(ours), f"{ours.predicted.iteration_seconds:.3f}"]
+                costs = CostModel(model, cluster, precision=options.precision)
+                seen, fresh = (estimate_demand(samples, costs, batch, seed=seed) for seed in (options.seed, FRESH_SEED))
+                mine = [replayed_seconds(ours, demand, costs, options) for demand in (seen, fresh)]
+                cells = [name, folder[-2:], devices, describe(ours), seconds_cell(mine[0])]
                 try:
                     rule = solve_plan(
                         model, samples, cluster, global_batch_size=batch, options=options, method="proportional"
@@ -162,14 +167,14 @@ def compare_traces(arguments: argparse.Namespace) -> None:
                 except PlanError as error:
                     cells += [f"none: {str(error)[:60]}", "", "", ""]
                 else:
-                    ratios.append(rule.predicted.iteration_seconds / ours.predicted.iteration_seconds)
-                    costs = CostModel(model, cluster, precision=options.precision)
-                    mine, theirs = (fresh_seconds(plan, samples, costs, options) for plan in (ours, rule))
-                    fresh = "one cannot run them"
-                    if mine is not None and theirs is not None:
-                        fresh_ratios.append(theirs / mine)
-                        fresh = f"{theirs / mine:.3f}"
-                    cells += [describe(rule), f"{rule.predicted.iteration_seconds:.3f}", f"{ratios[-1]:.3f}", fresh]
+                    theirs = [replayed_seconds(rule, demand, costs, options) for demand in (seen, fresh)]
+                    cells += [describe(rule), seconds_cell(theirs[0])]
+                    for gains, a, b in zip((ratios, fresh_ratios), theirs, mine, strict=True):
+                        if a is None or b is None:
+                            cells.append("one cannot run them")
+                        else:
+                            gains.append(a / b)
+                            cells.append(f"{a / b:.3f}")
                 found = ours.provenance.stability
                 random = "random" if found.get("order", {}).get("is_random", True) else "sorted"
                 row(*cells, f"{planning:.2f}", found["b_min"], random)
@@ -182,14 +187,17 @@ def compare_traces(arguments: argparse.Namespace) -> None:
             )
 
 
-def fresh_seconds(plan: Plan, samples: SampleTable, costs: CostModel, options: PlanOptions) -> float | None:
-    """Seconds per step on batches that the planner has not seen; None if they do not fit."""
-    demand = estimate_demand(samples, costs, plan.global_batch_size, seed=12345)
+def replayed_seconds(plan: Plan, demand: Demand, costs: CostModel, options: PlanOptions) -> float | None:
+    """Seconds per step on some batches; None if they do not fit."""
+    replayer = Replayer(costs, demand, options)
     try:
-        replay = Replayer(costs, demand, options).replay(plan, num_batches=FRESH_BATCHES, num_replicas=FRESH_REPLICAS)
+        return replayer.replay(plan, num_batches=BATCHES, num_replicas=REPLICAS, effort=EFFORT).seconds
     except PlanError:
         return None
-    return replay.seconds
+
+
+def seconds_cell(seconds: float | None) -> str:
+    return "does not fit" if seconds is None else f"{seconds:.3f}"
 
 
 def describe(plan: Plan) -> str:

@@ -3,13 +3,14 @@
 The closed form of `estimates.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So
 the solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
 global batches, or one where that shows that they are far behind; from the fastest a descent goes to neighbouring
-microbatch counts and borders; the fastest few are replayed on more batches, and the fastest of those wins.
-Deterministic; ties go to the earlier candidate. Price: 30 to 60 replays of one replica.
+microbatch counts and borders; the fastest few are replayed on more and more batches, as long as they are not behind,
+and the fastest of those wins. All see the same batches, so differences show long before means do.
+Deterministic; ties go to the earlier candidate. Price: 20 to 50 replays of one replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from entrain_opt.errors import PlanError
@@ -22,11 +23,21 @@ from entrain_opt.planner.search import Ranked, best_partition
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 #: Replays on the first batches, and how many candidates (of different degrees or layers) get more.
 MOST_REPLAYS, FINALISTS = 16, 4
-#: Global batches, and heaviest replicas of each, that candidates and finalists are replayed on.
-FIRST_ROUND, FINAL_ROUND = (2, 1), (4, 2)
+#: Global batches that candidates are replayed on at first.
+FIRST_ROUND = 2
+#: Global batches that finalists are replayed on, round by round, and by which share slower than the fastest is out.
+FINAL_ROUNDS: tuple[tuple[int, float], ...] = ((1, 0.06), (2, 0.03), (4, 0.02), (8, 0.0))
+FINAL_BATCHES = FINAL_ROUNDS[-1][0]
+#: From so many batches on, out is who is slower on every one of them; the baseline, if it is by this share in all.
+SLOWER_ON_ALL, BASELINE_SLOWER = 4, 0.01
+#: Where no finalist has more microbatches on all ranks together, all are assigned with more effort: what the least
+#: misses differs from plan to plan by more than plans differ. Deeper pipelines would take seconds for it.
+SEARCHED_LONGER = 1024
+#: Heaviest replicas of each batch that are replayed.
+REPLICAS = 1
 #: A candidate slower than the fastest by more than this share on the first batch is not played on the second: with as
 #: many replicas, which hold the same samples, and with another number of them.
-BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.05, 0.1
+BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.03, 0.1
 #: Other degrees are judged on more batches if they are slower by at most this share on the first ones.
 WORTH_JUDGING = 0.5
 
@@ -114,33 +125,31 @@ class Candidates:
             num_microbatches=choice.num_microbatches,
         )
 
-    def outcome(self, ranked: Ranked, *, batches: int, replicas: int, earlier: Replay | None = None) -> Outcome:
+    def outcome(self, ranked: Ranked, *, batches: int, earlier: Replay | None = None, effort: str = "least") -> Outcome:
         """The replay of a candidate, with the memory caps of an earlier one; failures are kept as outcomes."""
         plan = self.plan_of(ranked) if earlier is None else earlier.plan
         try:
-            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=replicas)
+            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=REPLICAS, effort=effort)
         except PlanError as error:
             return Outcome(ranked=ranked, failure=str(error))
         return Outcome(ranked=ranked, replay=replay)
 
-    def final_outcome(self, ranked: Ranked, earlier: Replay | None = None) -> Outcome:
-        """The replay of a candidate on all that finalists are judged by."""
-        batches, replicas = FINAL_ROUND
-        return self.outcome(ranked, batches=batches, replicas=replicas, earlier=earlier)
+    def only(self, ranked: Ranked) -> Outcome:
+        """The replay of a candidate that is compared with none."""
+        return self.outcome(ranked, batches=FINAL_BATCHES, effort=final_effort([self.plan_of(ranked)]))
 
     def _try(self, ranked: Ranked) -> None:
         key = (ranked.choice.kind, ranked.choice.num_microbatches, ranked.ends)
         if key in self.outcomes or len(self.outcomes) >= MOST_REPLAYS:
             return
-        batches, replicas = FIRST_ROUND
-        found = self.outcome(ranked, batches=1, replicas=replicas)
+        found = self.outcome(ranked, batches=1)
         fastest = self._best() if self.outcomes else found
         if found.replay is not None:
             first = fastest.replay.batch_seconds[0] if fastest.replay is not None else found.seconds
             if found.seconds > _tolerated(found, fastest) * first:
                 found = replace(found, scale=fastest.seconds / first)
             else:
-                found = self.outcome(ranked, batches=batches, replicas=replicas, earlier=found.replay)
+                found = self.outcome(ranked, batches=FIRST_ROUND, earlier=found.replay)
         self.outcomes[key] = found
 
     def _best(self) -> Outcome:
@@ -172,27 +181,51 @@ class Candidates:
                 break
         ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
         finalists, rest = _finalists(ordered, baseline)
-        judged = self._judge(finalists)
+        judged = self._judge(finalists, baseline)
         winner = judged[0]
         first = next(o for o in ordered if o.ranked is winner.ranked)
         scale = winner.seconds / first.seconds if winner.replay is not None else 1.0
         return judged + [replace(other, scale=other.scale * scale) for other in rest]
 
-    def _judge(self, finalists: list[Outcome]) -> list[Outcome]:
-        """The finalists on more batches, fastest first.
+    def _judge(self, finalists: list[Outcome], baseline: Ranked | None) -> list[Outcome]:
+        """The finalists on more and more batches, fastest first."""
+        racing: list[Outcome] = finalists
+        out: list[Outcome] = []
+        effort = final_effort([self.plan_of(one.ranked) for one in finalists])
+        for batches, tolerated in FINAL_ROUNDS:
+            played = [self.outcome(one.ranked, batches=batches, earlier=one.replay, effort=effort) for one in racing]
+            fastest = min(played, key=lambda one: one.seconds)
+            racing = [one for one in played if _is_in(one, fastest, tolerated, one.ranked is baseline)]
+            out += [one for one in played if one not in racing]
+        racing.sort(key=lambda outcome: outcome.seconds)
+        return racing + sorted((_scaled(one, racing[0]) for one in out), key=lambda outcome: outcome.seconds)
 
-        The slowest replica of a batch decides, so the heaviest one alone shows what a finalist takes at least; where
-        that is not below the fastest, its other replicas are not played.
-        """
-        judged: list[Outcome] = []
-        fastest = float("inf")
-        for finalist in finalists:
-            found = self.outcome(finalist.ranked, batches=FINAL_ROUND[0], replicas=1, earlier=finalist.replay)
-            if found.replay is not None and found.seconds < fastest:
-                found = self.final_outcome(finalist.ranked, found.replay)
-                fastest = min(fastest, found.seconds)
-            judged.append(found)
-        return sorted(judged, key=lambda outcome: outcome.seconds)
+
+def _is_in(outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool) -> bool:
+    """Whether a finalist stays in the race after a round."""
+    if outcome is fastest:
+        return True
+    if outcome.replay is None or fastest.replay is None:
+        return False
+    pairs = list(zip(outcome.replay.batch_seconds, fastest.replay.batch_seconds, strict=True))
+    on_all = len(pairs) >= SLOWER_ON_ALL and all(mine > best for mine, best in pairs)
+    if is_baseline:
+        return not on_all or outcome.seconds <= (1 + BASELINE_SLOWER) * fastest.seconds
+    return not on_all and outcome.seconds <= (1 + tolerated) * fastest.seconds
+
+
+def final_effort(plans: Sequence[Plan]) -> str:
+    """How long the assignments of plans that are compared with each other are searched."""
+    most = max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
+    return "fast" if most <= SEARCHED_LONGER else "least"
+
+
+def _scaled(outcome: Outcome, winner: Outcome) -> Outcome:
+    """An outcome whose seconds compare with those of a winner that was played on more batches."""
+    if outcome.replay is None or winner.replay is None:
+        return outcome
+    same = winner.replay.batch_seconds[: len(outcome.replay.batch_seconds)]
+    return replace(outcome, scale=winner.seconds * len(same) / sum(same))
 
 
 def _tolerated(outcome: Outcome, fastest: Outcome) -> float:

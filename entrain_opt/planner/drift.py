@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
-from entrain_opt.planner.candidates import FINAL_ROUND
+from entrain_opt.planner.candidates import FINAL_BATCHES, REPLICAS
 from entrain_opt.planner.demand import estimate_demand, module_seconds, work_shares
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.planner.replay import Replayer
@@ -140,15 +140,14 @@ class DriftWatch:
         better = solve_plan(costs.model, newest, costs.cluster, global_batch_size=size, options=options, costs=costs)
         demand = estimate_demand(newest, costs, size, seed=options.seed + 1)
         replayer = Replayer(costs, demand, options)
-        batches, replicas = FINAL_ROUND
         running: float | None = None
         failure = ""
         try:
-            running = replayer.replay(self.plan, num_batches=batches, num_replicas=replicas).seconds
+            running = replayer.replay(self.plan, num_batches=FINAL_BATCHES, num_replicas=REPLICAS).seconds
         except PlanError as error:
             failure = str(error)
         try:
-            found = replayer.replay(better, num_batches=batches, num_replicas=replicas)
+            found = replayer.replay(better, num_batches=FINAL_BATCHES, num_replicas=REPLICAS)
         except PlanError:
             return None  # A sample that it was not planned with does not fit: no plan to recommend.
         drift = Drift(

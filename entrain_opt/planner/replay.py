@@ -18,7 +18,7 @@ from entrain_opt.assigner.work import SampleWork
 from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import AssignmentError, PlanError, ScheduleError
-from entrain_opt.plan import ParallelDegrees, Plan
+from entrain_opt.plan import ParallelDegrees, PipelineShape, Plan
 from entrain_opt.planner.demand import Demand
 from entrain_opt.planner.limits import memory_limit, with_memory_caps
 from entrain_opt.planner.options import PlanOptions
@@ -78,18 +78,21 @@ class Replayer:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
         self._static: dict[tuple[object, ...], dict[str, float]] = {}
-        #: Degrees and recompute for which a plan without caps did not fit: others of them get caps at once.
-        self._overfull: set[tuple[object, ...]] = set()
+        #: Degrees and recompute for which a plan without caps did not fit, and the bytes that caps were last made for:
+        #: others of them get such caps at once.
+        self._allowances: dict[tuple[object, ...], int] = {}
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
+        self._costs: dict[tuple[object, ...], BatchCosts] = {}
         self._played: dict[tuple[object, ...], _Played] = {}
 
-    def replay(self, plan: Plan, *, num_batches: int, num_replicas: int) -> Replay:
+    def replay(self, plan: Plan, *, num_batches: int, num_replicas: int, effort: str = "least") -> Replay:
         """One plan on the first global batches drawn.
 
         Args:
             plan: without memory caps, which are added if it needs them, or with those of an earlier replay.
             num_batches: global batches.
             num_replicas: of each batch, the heaviest ones; at most 2.
+            effort: of policies that search. Many plans are compared; training itself searches longer.
 
         Raises:
             PlanError: it does not fit in memory, or cannot be scheduled.
@@ -97,20 +100,18 @@ class Replayer:
         assert 1 <= num_replicas <= _MOST_REPLICAS, (
             f"num_replicas: expected 1 to {_MOST_REPLICAS}, found {num_replicas}"
         )
-        allowance = self.limit_bytes
         kind = (plan.degrees, frozenset((stage.module, stage.recompute) for stage in plan.stages))
-        if kind in self._overfull and plan.patches_in_flight is None and plan.tokens_in_flight is None:
+        allowance = self._allowances.get(kind, self.limit_bytes)
+        if kind in self._allowances and plan.patches_in_flight is None and plan.tokens_in_flight is None:
             plan = with_memory_caps(plan, self.costs, self.demand, allowance)
-        result = self._play(plan, num_batches, num_replicas)
-        if max(result.peak_bytes) > self.limit_bytes:
-            self._overfull.add(kind)
+        result = self._play(plan, num_batches, num_replicas, effort)
         for _ in range(_CAP_ATTEMPTS):
-            excess = max(result.peak_bytes) - self.limit_bytes
-            if excess <= 0:
+            if max(result.peak_bytes) <= self.limit_bytes:
                 return result
+            self._allowances[kind] = allowance
             capped = with_memory_caps(plan, self.costs, self.demand, allowance)
             # Caps bound the activations only; what else the peak held comes out of the allowance the next time.
-            result = self._play(capped, num_batches, num_replicas)
+            result = self._play(capped, num_batches, num_replicas, effort)
             allowance -= max(max(result.peak_bytes) - self.limit_bytes, 0) + self.limit_bytes // 50
         worst = int(np.argmax(result.peak_bytes))
         if result.peak_bytes[worst] > self.limit_bytes:
@@ -120,13 +121,13 @@ class Replayer:
             )
         return result
 
-    def _play(self, plan: Plan, num_batches: int, num_replicas: int) -> Replay:
+    def _play(self, plan: Plan, num_batches: int, num_replicas: int, effort: str) -> Replay:
         """The batches, up to the first one that does not fit in memory."""
         slowest: list[_Played] = []
         for batch in range(num_batches):
             mine = self._heaviest_replicas(plan, batch, num_replicas)
             try:
-                played = [self._replica(plan, batch, index, samples) for index, samples in enumerate(mine)]
+                played = [self._replica(plan, batch, index, samples, effort) for index, samples in enumerate(mine)]
             except (AssignmentError, ScheduleError) as error:
                 raise PlanError(f"memory: {error}") from error
             slowest.append(max(played, key=lambda one: one.seconds))
@@ -150,18 +151,22 @@ class Replayer:
             samples = self.demand.samples.take(self.demand.rows[batch])
             rows = [np.arange(len(samples))]
             if data > 1:
-                rows = heaviest_replicas(split_work(self.costs, samples, plan), data, plan.policy, _MOST_REPLICAS)
+                work = split_work(self.costs, samples, plan)
+                rows = heaviest_replicas(work, plan.pipeline_shape, data, plan.policy, _MOST_REPLICAS)
             self._heaviest[key] = [samples.take(some) for some in rows]
         return self._heaviest[key][:count]
 
-    def _replica(self, plan: Plan, batch: int, index: int, samples: SampleTable) -> _Played:
+    def _replica(self, plan: Plan, batch: int, index: int, samples: SampleTable, effort: str) -> _Played:
         key = (
             batch, index, plan.degrees, plan.stages, plan.num_microbatches, plan.patches_in_flight,
-            plan.tokens_in_flight, plan.policy, plan.schedule,
+            plan.tokens_in_flight, plan.policy, plan.schedule, effort,
         )  # fmt: skip
         if key not in self._played:
-            costs = self.costs.batch_costs(samples, plan)
-            timeline, assignment = self._simulate(costs, plan)
+            same_costs = (batch, index, plan.degrees, plan.stages)
+            if same_costs not in self._costs:
+                self._costs[same_costs] = self.costs.batch_costs(samples, plan)
+            costs = self._costs[same_costs]
+            timeline, assignment = self._simulate(costs, plan, effort)
             self._played[key] = _Played(
                 seconds=timeline.makespan_seconds,
                 bubble_share=timeline.bubble_share,
@@ -171,7 +176,7 @@ class Replayer:
             )
         return self._played[key]
 
-    def _simulate(self, costs: BatchCosts, plan: Plan) -> tuple[Timeline, Assignment]:
+    def _simulate(self, costs: BatchCosts, plan: Plan, effort: str) -> tuple[Timeline, Assignment]:
         shape = plan.pipeline_shape
         assignment = assign_microbatches(
             costs,
@@ -180,7 +185,7 @@ class Replayer:
             num_microbatches=plan.num_microbatches,
             policy=plan.policy,
             schedule=plan.schedule,
-            effort="least",  # Many plans are compared; training itself searches longer.
+            effort=effort,
         )
         trained = [self.costs.model.module(stage.module).anything_trained for stage in plan.stages]
         return simulate(costs, assignment, shape, schedule=plan.schedule, trained_stages=trained), assignment
@@ -294,9 +299,17 @@ def split_work(costs: CostModel, samples: SampleTable, plan: Plan) -> SampleWork
     )
 
 
-def heaviest_replicas(work: SampleWork, data: int, policy: str, count: int) -> list[NDArray[np.int64]]:
-    """Rows of the replicas of a global batch that may be the slowest, heaviest first."""
+def heaviest_replicas(
+    work: SampleWork, shape: PipelineShape, data: int, policy: str, count: int
+) -> list[NDArray[np.int64]]:
+    """Rows of the replicas of a global batch that may be the slowest, heaviest first.
+
+    A replica takes about the work of its busiest stage and its largest sample's way through all stages.
+    """
     replica = split_replicas(work, num_replicas=data, policy=policy)
     loads = np.array([np.bincount(replica, w, data) for w in (work.encoder_seconds, work.llm_seconds)])
-    order = np.argsort(-loads.max(axis=0), kind="stable")[:count]
+    ways = np.zeros(data)
+    way = work.encoder_seconds * shape.num_encoder_stages + work.llm_seconds * shape.llm_stages
+    np.maximum.at(ways, replica, way)
+    order = np.argsort(-(loads.max(axis=0) + ways), kind="stable")[:count]
     return [rows for index in order if len(rows := np.flatnonzero(replica == index))]

@@ -36,7 +36,7 @@ from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 3
+PLANNER_VERSION = 4
 
 
 def solve_plan(
@@ -90,7 +90,7 @@ def solve_plan(
     candidates = Candidates(instance, Replayer(costs, demand, options), draft)
     solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
     if options.method == "proportional":
-        outcomes = [candidates.final_outcome(solved)]
+        outcomes = [candidates.only(solved)]
     else:
         outcomes = candidates.search(solved, ranking, _baseline(instance, costs, demand, options))
     best = outcomes[0]

@@ -8,7 +8,7 @@ from planner_cases import make_costs, make_model, make_plan, make_samples
 
 from entrain_opt.assigner import assign_microbatches
 from entrain_opt.planner import PlanOptions
-from entrain_opt.planner.candidates import BEHIND, Candidates
+from entrain_opt.planner.candidates import BEHIND, FINAL_BATCHES, Candidates
 from entrain_opt.planner.demand import estimate_demand
 from entrain_opt.planner.replay import Replayer, recomputed_bytes
 from entrain_opt.planner.search import Ranked
@@ -77,7 +77,9 @@ def test_plans_of_degrees_that_did_not_fit_without_caps_get_them_at_once(monkeyp
     tight = Replayer(costs, demand, PlanOptions(cost_model="analytic", memory_bytes=int(0.9 * max(roomy.peak_bytes))))
     played = []
     simulate = tight._simulate
-    monkeypatch.setattr(tight, "_simulate", lambda batch, plan: (played.append(plan), simulate(batch, plan))[1])
+    monkeypatch.setattr(
+        tight, "_simulate", lambda batch, plan, effort: (played.append(plan), simulate(batch, plan, effort))[1]
+    )
     for plan in (first, second):
         found = tight.replay(plan, num_batches=2, num_replicas=1)
         assert max(found.peak_bytes) <= tight.limit_bytes
@@ -95,12 +97,14 @@ def test_candidates_far_behind_are_played_less_and_the_chosen_one_most():
     candidates = Candidates(instance, Replayer(costs, demand, options), make_plan([("llm", 0, 6, 0)]))
     solved = Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
     best, *others = candidates.search(solved, ranking, None)
-    assert len(best.replay.batch_seconds) == 4
+    assert len(best.replay.batch_seconds) == FINAL_BATCHES
     short = [other for other in others if other.replay and len(other.replay.batch_seconds) == 1]
     assert short
     for other in short:
         # As seconds are scaled to the batches that the chosen one was played on, what was far behind still is.
         assert other.seconds > (1 + BEHIND) * best.seconds * 0.99
     assert all(
-        best.seconds <= other.seconds for other in others if other.replay and len(other.replay.batch_seconds) == 4
+        best.seconds <= other.seconds
+        for other in others
+        if other.replay and len(other.replay.batch_seconds) == FINAL_BATCHES
     )
