@@ -16,7 +16,7 @@ are counts of evaluations). Price: `SearchSettings.evaluations` evaluations (`pi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -28,12 +28,12 @@ from entrain_opt.assigner.peers import place_in_order, place_karmarkar_karp
 from entrain_opt.assigner.random_numbers import random_state
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
-from entrain_opt.assignment import IntArray
 
 #: Counts of microbatches that are tried, as parts of the number of samples.
 _PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
 #: Microbatches that stand before the largest one, as parts of all; the best depends on memory and on the encoder.
 _SHARES_BEFORE_LARGEST = (0.3, 0.6, 0.15, 0.45)
+NUM_ORDERS = len(_SHARES_BEFORE_LARGEST)
 #: Start temperature of the annealing, as a part of the iteration time.
 START_TEMPERATURE = 0.003
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
@@ -52,10 +52,21 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
     """
     search = _Search(work, num_microbatches, settings)
     tried: list[tuple[float, int, Layout]] = []
-    for start in _starts(work, num_microbatches, settings.evaluations):
-        tried.append((search.seconds(start), len(tried), start))
-        if search.left <= 0:
-            break
+
+    def play(starts: Iterable[Layout]) -> None:
+        for start in starts:
+            if tried and search.left <= 0:
+                break
+            tried.append((search.seconds(start), len(tried), start))
+
+    thorough = settings.evaluations >= _SMALL_BUDGET
+    counts = _counts(work, num_microbatches)
+    levels = [_Level(work, count) for count in counts]
+    play(level.start(0) for level in levels)
+    best_level = levels[min(tried)[1]]
+    play(level.start(order) for level in (levels if thorough else [best_level]) for order in range(1, NUM_ORDERS))
+    if thorough:
+        play(_others(work, (counts[0], counts[len(counts) // 2])))
     tried.sort(key=lambda entry: entry[:2])
     best_seconds, _, best = tried[0]
     if work.num_samples > 1 and best_seconds < math.inf:
@@ -102,30 +113,35 @@ class _Search:
         return best_seconds, best
 
 
-def _starts(work: SampleWork, num_microbatches: int | None, budget: int) -> Iterator[Layout]:
-    """Placements to compare, the most promising first."""
+def _counts(work: SampleWork, num_microbatches: int | None) -> list[int]:
+    """Numbers of microbatches to try, most first."""
     most = work.num_samples if num_microbatches is None else min(num_microbatches, work.num_samples)
-    parts = _PARTS if budget >= _SMALL_BUDGET else _PARTS[:3]
-    counts = sorted({max(1, round(most * part)) for part in parts}, reverse=True)
-    counts = [count for count in counts if count >= min(most, work.shape.num_ranks)] or [most]
-    for count in counts:
-        microbatch, used = level_jointly(work, count)
-        for order in _orders(work, microbatch, used):
-            yield Layout.together(work, np.argsort(order)[microbatch])
-    if budget >= _SMALL_BUDGET:
-        for place in (place_joint, place_pairwise, place_karmarkar_karp, place_in_order):
-            for count in (counts[0], counts[len(counts) // 2]):
-                yield Layout.of(place(work, count))
+    counts = sorted({max(1, round(most * part)) for part in _PARTS}, reverse=True)
+    return [count for count in counts if count >= min(most, work.shape.num_ranks)] or [most]
 
 
-def _orders(work: SampleWork, microbatch: IntArray, count: int) -> Iterator[IntArray]:
-    """Orders of the microbatches: small ones at both ends, and the largest after different parts of them.
+class _Level:
+    """Samples leveled jointly over a number of microbatches, which stand in several orders.
 
-    Large ones stand beside each other, so that what one costs its neighbours is paid once.
+    Small ones are at both ends. Large ones stand beside each other, after different parts of them, so that what one
+    costs its neighbours is paid once.
     """
-    loads = normalised_loads(work)
-    llm = np.bincount(microbatch, weights=loads[:, 1], minlength=count)
-    rising = np.argsort(llm, kind="stable")
-    for share in _SHARES_BEFORE_LARGEST:
-        before = np.diff(np.floor(np.arange(count + 1) * share)) > 0
-        yield np.concatenate([rising[before], rising[~before][::-1]])
+
+    def __init__(self, work: SampleWork, count: int) -> None:
+        self._work = work
+        self._microbatch, self._count = level_jointly(work, count)
+        llm = np.bincount(self._microbatch, weights=normalised_loads(work)[:, 1], minlength=self._count)
+        self._rising = np.argsort(llm, kind="stable")
+
+    def start(self, order: int) -> Layout:
+        """With one of `NUM_ORDERS` orders."""
+        before = np.diff(np.floor(np.arange(self._count + 1) * _SHARES_BEFORE_LARGEST[order])) > 0
+        places = np.concatenate([self._rising[before], self._rising[~before][::-1]])
+        return Layout.together(self._work, np.argsort(places)[self._microbatch])
+
+
+def _others(work: SampleWork, counts: Sequence[int]) -> Iterator[Layout]:
+    """What other policies make of the samples."""
+    for place in (place_joint, place_pairwise, place_karmarkar_karp, place_in_order):
+        for count in counts:
+            yield Layout.of(place(work, count))

@@ -162,7 +162,7 @@ class Replayer:
             plan.tokens_in_flight, plan.policy, plan.schedule, effort,
         )  # fmt: skip
         if key not in self._played:
-            same_costs = (batch, index, plan.degrees, plan.stages)
+            same_costs = (batch, index, plan.policy, plan.degrees, plan.stages)
             if same_costs not in self._costs:
                 self._costs[same_costs] = self.costs.batch_costs(samples, plan)
             costs = self._costs[same_costs]
