@@ -35,7 +35,7 @@ class Case:
     """What ranks are started for.
 
     Attributes:
-        plan: its policy is replaced by each trial's.
+        plan: its policy and schedule are replaced by each trial's.
         costs: the assigner's and, where emulated, the waits'.
         samples: the data set's table.
         model_folder, dataset: for real compute.
@@ -115,14 +115,15 @@ class Worker:
         self.runner = IterationRunner(model, self.groups, executor=executor)
         self.batches = {}
 
-    def run(self, policy: str, rows: tuple[int, ...]) -> tuple[float, float, float, dict]:
-        """Wall and busy seconds, loss, processor seconds of every action."""
-        if (policy, rows) not in self.batches:
-            self.batches[policy, rows] = RankBatchBuilder(
+    def run(self, policy: str, rows: tuple[int, ...], schedule: str = "") -> tuple[float, float, float, dict]:
+        """Wall and busy seconds, loss, processor seconds of every action; with another schedule than the plan's."""
+        asked = (policy, rows, schedule)
+        if asked not in self.batches:
+            self.batches[asked] = RankBatchBuilder(
                 samples=self.case.samples,
                 reader=self.reader,
                 family=None if self.reader is None else self.runner.executor.model.family,
-                plan=replace(self.case.plan, policy=policy),
+                plan=replace(self.case.plan, policy=policy, schedule=schedule or self.case.plan.schedule),
                 cost_model=self.case.costs,
                 replica=self.groups.replica,
                 pipeline_rank=self.groups.pipeline_rank,
@@ -130,7 +131,7 @@ class Worker:
         self.runner.executor.seconds = seconds = {}
         dist.barrier()
         started, cpu = time.perf_counter(), time.process_time()
-        metrics = self.runner.train(self.batches[policy, rows])
+        metrics = self.runner.train(self.batches[asked])
         computed = time.process_time() - cpu
         dist.barrier()
         wall = time.perf_counter() - started
