@@ -84,6 +84,14 @@ def test_degrees_divide_heads_widths_and_nodes():
     assert tensor_degrees(COSTS.model, llm, (8,), 4) == []
 
 
+def test_a_module_with_dropout_inside_its_layers_is_not_divided():
+    model = COSTS.model
+    dropping = replace(model.llm, drops_inside=True)
+    assert tensor_degrees(model, dropping, (1, 2, 4), 4) == [1]
+    assert tensor_degrees(model, dropping, (2, 4), 4) == []
+    assert tensor_rule(model, dropping, 4).startswith("module llm has dropout inside its layers")
+
+
 def test_the_rule_names_every_size_that_a_degree_must_divide():
     # The degree divides the tower's own sizes, but not the width of the language model that its projector ends in.
     model = COSTS.model
