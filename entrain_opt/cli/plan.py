@@ -40,7 +40,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="KEY=VALUE,...",
-        help="compare with device=NAME,... devices=N,... frozen=none,PART+PART,... (all combinations)",
+        help="compare with device=NAME,... devices=N,... frozen=none,PART+PART,... tensor=N+N,... context=N+N,... (all "
+        "combinations)",
     )
     parser.set_defaults(run=run)
     return parser

@@ -35,6 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", help="of the assigner")
     parser.add_argument("--schedule", help="order that will run the plan")
     parser.add_argument("--tensor-degrees", type=_numbers, metavar="N,...", help="degrees to consider (default: 1)")
+    parser.add_argument(
+        "--context-degrees",
+        type=_numbers,
+        metavar="N,...",
+        help="degrees to plan for; above 1 they cannot be trained yet (default: 1)",
+    )
     parser.add_argument("--recompute", choices=RECOMPUTES, help="of activations (default: never)")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="what one rank may use")
     parser.add_argument("--bad-samples", choices=("error", "skip"), help="default: error")
@@ -57,7 +63,7 @@ def asked_recipe(arguments: argparse.Namespace) -> Recipe:
         recipe = _from_flags(arguments)
     changed = {
         name: getattr(arguments, name)
-        for name in ("precision", "method", "policy", "schedule", "tensor_degrees", "recompute")
+        for name in ("precision", "method", "policy", "schedule", "tensor_degrees", "context_degrees", "recompute")
         if getattr(arguments, name) is not None
     }
     if arguments.memory_gib is not None:

@@ -202,8 +202,9 @@ class _Reader:
                     f"{self.path}: trainer.strategy.init_args.memory_gib: expected GiB above 0, found {memory_gib!r}."
                 )
             values["memory_bytes"] = int(memory_gib * GIB)
-        if isinstance(values.get("tensor_degrees"), list):
-            values["tensor_degrees"] = tuple(values["tensor_degrees"])
+        for name in ("tensor_degrees", "context_degrees"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         values["precision"] = _PRECISION_NAMES.get(str(precision), str(precision))
         options = PlanOptions(**values)
         try:

@@ -153,8 +153,10 @@ def trials_table(trials: list[Trial], bench: Bench, best: int | None) -> Table:
     from entrain_opt.units import format_bytes, format_seconds
 
     degrees = bench.plan.degrees
+    devices = "" if degrees.replica_size == degrees.pipeline else f" of {degrees.replica_size} devices in all"
     table = Table(
-        title=f"{bench.plan.model}: {degrees.data} x {degrees.pipeline} ranks, up to {bench.plan.num_microbatches} "
+        title=f"{bench.plan.model}: {degrees.data} x {degrees.pipeline} ranks{devices}, up to "
+        f"{bench.plan.num_microbatches} "
         f"microbatches, {format_bytes(bench.limit_bytes)} per rank",
         title_justify="left",
     )

@@ -1,4 +1,4 @@
-"""`entrain plan --what-if`: the plans of other devices, numbers of devices and frozen parts beside the one asked for.
+"""`entrain plan --what-if`: other devices, numbers of devices, frozen parts and degrees beside the plan asked for.
 
 Every combination of the values given is planned with analytic costs, also the one asked for, so that rows can be
 compared. What does not fit keeps its row, with the reason.
@@ -24,7 +24,8 @@ from entrain_opt.workload.samples import SampleTable
 if TYPE_CHECKING:
     from rich.table import Table
 
-_KEYS = ("device", "devices", "frozen")
+_DEGREES = ("tensor", "context")
+_KEYS = ("device", "devices", "frozen", *_DEGREES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +55,7 @@ class Case:
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """`device=A,B`, `devices=32,64`, `frozen=none,vision_tower+projector` as key -> values.
+    """`device=A,B`, `devices=32,64`, `frozen=none,vision_tower+projector`, `context=1,1+2+4` as key -> values.
 
     Raises:
         RuntimeConfigError: an unknown key, or no value.
@@ -90,6 +91,15 @@ def _changed(recipe: Recipe, key: str, value: str) -> Recipe:
         return replace(recipe, options=replace(recipe.options, **{"memory_bytes": None} | device_options(value)))
     if key == "frozen":
         return replace(recipe, frozen=() if value == "none" else tuple(value.split("+")))
+    if key in _DEGREES:
+        degrees = value.split("+")
+        if not all(degree.isdigit() and int(degree) >= 1 for degree in degrees):
+            raise RuntimeConfigError(f"--what-if {key}: expected degrees to consider, like 1+2+4, found {value!r}.")
+        allowed = tuple(dict.fromkeys(map(int, degrees)))
+        options = recipe.options
+        if key == "tensor":
+            return replace(recipe, options=replace(options, tensor_degrees=allowed))
+        return replace(recipe, options=replace(options, context_degrees=allowed))
     if not value.isdigit() or int(value) < 1:
         raise RuntimeConfigError(f"--what-if devices: expected whole numbers of at least 1, found {value!r}.")
     num_nodes, per_node = split_into_nodes(int(value), recipe.devices_per_node, where="--what-if devices")
@@ -111,14 +121,15 @@ def comparison_table(cases: list[Case]) -> Table:
     from rich.table import Table
 
     table = Table(title="What if (analytic costs)", title_justify="left")
-    for column in ("device", "devices", "frozen", "plan", "per step", "samples/s", "times faster", "device-hours per"):
-        table.add_column(column, justify="left" if column in ("device", "frozen", "plan") else "right")
-    table.columns[-1].header = "device-hours per 1M samples"
-    table.add_column("memory", justify="right")
-    table.add_column("MFU", justify="right")
+    varied = [key for key in _DEGREES if len({_allowed(case, key) for case in cases}) > 1]
+    words = ("device", "frozen", *varied, "plan")
+    numbers = ("per step", "samples/s", "times faster", "device-hours per 1M samples", "memory", "MFU")
+    for column in ("device", "devices", "frozen", *varied, "plan", *numbers):
+        table.add_column(column, justify="left" if column in words else "right")
     base = cases[0].plan.predicted if cases[0].plan is not None else None
     for case in cases:
         cells = [case.recipe.options.device, f"{case.num_devices:,}", "+".join(case.recipe.frozen) or "none"]
+        cells += [_allowed(case, key) for key in varied]
         if case.plan is None or case.plan.predicted is None:
             table.add_row(*cells, f"none: {case.failure}")
             continue
@@ -138,18 +149,27 @@ def comparison_table(cases: list[Case]) -> Table:
     return table
 
 
+def _allowed(case: Case, key: str) -> str:
+    """`1+2+4`: degrees considered."""
+    return "+".join(map(str, getattr(case.recipe.options, f"{key}_degrees")))
+
+
 def short_plan(plan: Plan) -> str:
-    """Replicas x pipeline (ranks of the modules), tensor degrees, microbatches."""
+    """Replicas x pipeline (ranks of the modules), tensor and context degrees, microbatches."""
     degrees = plan.degrees
     ranks: dict[str, set[int]] = {}
     for stage in plan.stages:
         ranks.setdefault(stage.module, set()).add(stage.rank)
     parts = "+".join(str(len(held)) for held in ranks.values())
-    tensor = ""
-    if degrees.tensor != 1:
-        tensor = f", tensor {'+'.join(str(degrees.tensor_of(min(held))) for held in ranks.values())}"
+    shared = ""
+    for name, used, degree_of in (
+        ("tensor", degrees.tensor, degrees.tensor_of),
+        ("context", degrees.context, degrees.context_of),
+    ):
+        if used != 1:
+            shared += f", {name} {'+'.join(str(degree_of(min(held))) for held in ranks.values())}"
     recompute = ", recompute" if any(stage.recompute for stage in plan.stages) else ""
-    return f"{degrees.data} x {degrees.pipeline} ({parts}){tensor}{recompute}, {plan.num_microbatches} microbatches"
+    return f"{degrees.data} x {degrees.pipeline} ({parts}){shared}{recompute}, {plan.num_microbatches} microbatches"
 
 
 def plain_cases(cases: list[Case]) -> list[dict[str, Any]]:
@@ -161,6 +181,8 @@ def plain_cases(cases: list[Case]) -> list[dict[str, Any]]:
             "device": case.recipe.options.device,
             "devices": case.num_devices,
             "frozen": list(case.recipe.frozen),
+            "tensor_degrees": list(case.recipe.options.tensor_degrees),
+            "context_degrees": list(case.recipe.options.context_degrees),
             "plan": None if case.plan is None else to_plain(case.plan),
             "device_hours_per_million_samples": case.device_hours,
             "failure": case.failure,

@@ -22,7 +22,7 @@ class AlikeStages:
         known: dict[tuple[object, ...], int] = {}
         #: Per stage, the first one that is like it.
         self.first = [
-            known.setdefault(_key(model, stage, plan.degrees.tensor_of(stage.rank)), index)
+            known.setdefault((*_key(model, stage), *_degrees(plan, stage)), index)
             for index, stage in enumerate(plan.stages)
         ]
 
@@ -32,7 +32,11 @@ class AlikeStages:
         return tuple(values[index] for index in self.first)
 
 
-def _key(model: ModelSpec, stage: StagePlan, tensor: int) -> tuple[object, ...]:
+def _degrees(plan: Plan, stage: StagePlan) -> tuple[int, int]:
+    return plan.degrees.tensor_of(stage.rank), plan.degrees.context_of(stage.rank)
+
+
+def _key(model: ModelSpec, stage: StagePlan) -> tuple[object, ...]:
     module, (first, end) = model.module(stage.module), stage.layers
     kinds = tuple(sum(first <= layer < end for layer in kind.layers) for kind in module.layer_kinds)
-    return (stage.module, end - first, kinds, first == 0, end == module.num_layers, tensor, stage.recompute)
+    return (stage.module, end - first, kinds, first == 0, end == module.num_layers, stage.recompute)

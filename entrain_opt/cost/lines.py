@@ -1,10 +1,11 @@
 """Seconds of one pass through a piece of a model, as a line in what is computed on.
 
-    seconds = square * sum(segment^2) + token * tokens + segment * segments + fixed
+    seconds = max(square * sum(segment^2), exchange * tokens) + token * tokens + segment * segments + fixed
 
 The square term is attention within segments (an image tile, a packed sample), so packing and windows are counted right;
-the fixed term is paid once per pass, whatever its size. Everything but the fixed term adds up over items, which is what
-lets a microbatch's cost be the sum over its samples. Measured and analytic costs are both such lines.
+the exchange term is messages that travel while attention computes (`context.py`; 0 elsewhere); the fixed term is paid
+once per pass, whatever its size. Everything but the fixed term adds up over items, which is what lets a microbatch's
+cost be the sum over its samples. Measured and analytic costs are both such lines.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """The four coefficients, in seconds."""
+    """The coefficients, in seconds."""
 
     square_seconds: float = 0.0
     token_seconds: float = 0.0
     segment_seconds: float = 0.0
     fixed_seconds: float = 0.0
+    exchange_seconds: float = 0.0
 
     def item_seconds(self, squares: ArrayLike, tokens: ArrayLike, segments: ArrayLike) -> FloatArray:
         """[items] seconds without the fixed part.
@@ -34,9 +36,10 @@ class Line:
             tokens: [items] tokens or patches.
             segments: [items] attention segments.
         """
+        square, token = np.asarray(squares, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
         return (
-            self.square_seconds * np.asarray(squares, dtype=np.float64)
-            + self.token_seconds * np.asarray(tokens, dtype=np.float64)
+            np.maximum(self.square_seconds * square, self.exchange_seconds * token)
+            + self.token_seconds * token
             + self.segment_seconds * np.asarray(segments, dtype=np.float64)
         )
 
@@ -46,6 +49,7 @@ class Line:
             token_seconds=factor * self.token_seconds,
             segment_seconds=factor * self.segment_seconds,
             fixed_seconds=factor * self.fixed_seconds,
+            exchange_seconds=factor * self.exchange_seconds,
         )
 
     def plus(self, other: Line) -> Line:
@@ -55,6 +59,7 @@ class Line:
             token_seconds=self.token_seconds + other.token_seconds,
             segment_seconds=self.segment_seconds + other.segment_seconds,
             fixed_seconds=self.fixed_seconds + other.fixed_seconds,
+            exchange_seconds=self.exchange_seconds + other.exchange_seconds,
         )
 
     def without(self, other: Line) -> Line:
@@ -64,6 +69,7 @@ class Line:
             token_seconds=max(0.0, self.token_seconds - other.token_seconds),
             segment_seconds=max(0.0, self.segment_seconds - other.segment_seconds),
             fixed_seconds=max(0.0, self.fixed_seconds - other.fixed_seconds),
+            exchange_seconds=max(0.0, self.exchange_seconds - other.exchange_seconds),
         )
 
 

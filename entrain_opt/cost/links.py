@@ -1,4 +1,4 @@
-"""How long messages take: between pipeline neighbours, and summed over replicas.
+"""How long messages take: between pipeline neighbours, and sums of gradients.
 
 Ranks of one replica are neighbours, nodes are filled in rank order. A link that leaves a node for any replica counts as
 a network link for all: the slowest replica decides.
@@ -47,14 +47,17 @@ class Links:
         crosses = bool((nodes[:, 1:, 0] != nodes[:, :-1, 1]).any())
         return self.network_bytes_per_second if crosses else self.link_bytes_per_second
 
-    def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
-        """Sum over the replicas on a ring for each place in a replica: ranks send 2 (d - 1) / d of the bytes."""
-        replicas = degrees.data
-        if replicas == 1 or num_bytes <= 0:
+    def all_reduce_seconds(self, degrees: ParallelDegrees, num_bytes: float, context: int = 1) -> float:
+        """Sum of a pipeline rank's gradients over the replicas and the `context` devices that hold the same parameters.
+
+        On a ring for each place in a tensor group: of n devices each sends 2 (n - 1) / n of the bytes.
+        """
+        members = degrees.data * context
+        if members == 1 or num_bytes <= 0:
             return 0.0
-        inside = degrees.world_size <= self.devices_per_node
+        inside = degrees.data == 1 or degrees.world_size <= self.devices_per_node
         speed = self.link_bytes_per_second if inside else self.network_bytes_per_second
-        return 2 * (replicas - 1) / replicas * num_bytes / speed + 2 * (replicas - 1) * self.latency_seconds
+        return 2 * (members - 1) / members * num_bytes / speed + 2 * (members - 1) * self.latency_seconds
 
 
 def nodes_of_ranks(degrees: ParallelDegrees, devices_per_node: int) -> NDArray[np.int64]:
@@ -62,7 +65,7 @@ def nodes_of_ranks(degrees: ParallelDegrees, devices_per_node: int) -> NDArray[n
 
     Replicas repeat their places within a node after at most `devices_per_node` of them, so no more are looked at.
     """
-    widths = np.array(degrees.tensor_degrees)
+    widths = np.array(degrees.widths)
     first = np.cumsum(widths) - widths
     replicas = degrees.replica_size * np.arange(min(degrees.data, devices_per_node))
     ends = np.stack([first, first + widths - 1], axis=1)

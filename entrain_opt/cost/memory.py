@@ -14,7 +14,9 @@ memory-efficient attention (no attention matrix is stored):
 Under tensor parallelism of degree t the norms and residual sums are whole on every device and the rest is divided by t,
 as are a layer's weights, the projector's, the head's and the token table's; the patch embedding is whole (Korthikanti
 et al. 2022, "Reducing activation recomputation in large transformer models", section 4.1). Recompute keeps a layer's
-input alone, and one layer's worth for the microbatch in its backward pass.
+input alone, and one layer's worth for the microbatch in its backward pass. Context parallelism divides what tokens
+hold (activations, logits, messages) and not what parameters do; keys and values on their way round the ring, a few
+percent of one layer's activations, are not counted.
 
 A stage without a backward pass holds one layer's worth while it runs. Compared with what autograd keeps of
 models/tiny-llava in float32: the same for the SigLIP layer and the embeddings, up to 7 % more for the Llama layer; the

@@ -18,9 +18,11 @@ from entrain_opt.cost import memory
 from entrain_opt.cost.alike import AlikeStages
 from entrain_opt.cost.analytic import MESSAGE_LATENCY_SECONDS, analytic_costs
 from entrain_opt.cost.attention import mean_squares
+from entrain_opt.cost.context import context_costs
 from entrain_opt.cost.features import ItemFeatures, encoder_of_media, module_features
 from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
 from entrain_opt.cost.links import Links
+from entrain_opt.cost.messages import StageMessages
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.cost.profile import MeasuredCosts
 from entrain_opt.cost.tensor import divided_costs
@@ -63,7 +65,7 @@ class CostModel:
         latency, self.action_seconds = MESSAGE_LATENCY_SECONDS, 2 * device.kernel_launch_seconds
         self.step_seconds_per_parameter = self.precision.step_bytes / device.memory_bytes_per_second
         self.modules: dict[str, ModuleCosts] = {}
-        self._divided: dict[tuple[str, int], ModuleCosts] = {}
+        self._divided: dict[tuple[str, int, int], ModuleCosts] = {}
         if measured is None:
             self.modules = analytic_costs(model, device, self.precision)
             self.links = Links.of_cluster(cluster, latency)
@@ -88,39 +90,43 @@ class CostModel:
                 devices_per_node=cluster.devices_per_node,
             )
 
-    def layer_seconds(self, module: str, segments: ArrayLike, *, backward: bool = False) -> float:
+    def layer_seconds(
+        self, module: str, segments: ArrayLike, *, backward: bool = False, tensor: int = 1, context: int = 1
+    ) -> float:
         """One layer of a module (the mean one, where they differ) on packed segments, its fixed part included.
 
         Args:
             module: name of the module.
             segments: lengths of the attention segments, in patches or tokens.
             backward: the backward pass, as the model's frozen parts make it.
+            tensor, context: degrees of the module.
         """
-        lengths = np.asarray(segments, dtype=np.float64)
-        lines = self.modules[self.model.module(module).name].layer
-        spec = self.model.module(module)
-        line = (
-            lines.backward_line(trained=spec.trained, upstream_trained=self._upstream(spec))
-            if backward
-            else lines.forward
-        )
+        lengths, spec = np.asarray(segments, dtype=np.float64), self.model.module(module)
+        lines = self.module_costs(spec.name, tensor, context).layer
+        line = lines.forward
+        if backward:
+            line = lines.backward_line(trained=spec.trained, upstream_trained=self._upstream(spec))
         items = line.item_seconds(mean_squares(spec, lengths).sum(), lengths.sum(), len(lengths))
         return float(items) + line.fixed_seconds
 
-    def module_costs(self, module: str, tensor: int = 1) -> ModuleCosts:
-        """Lines of a module whose layers are shared by `tensor` devices."""
-        if tensor == 1:
+    def module_costs(self, module: str, tensor: int = 1, context: int = 1) -> ModuleCosts:
+        """Lines of a module whose samples are divided over `context` groups of `tensor` devices sharing its layers."""
+        if tensor == context == 1:
             return self.modules[module]
-        key = (module, tensor)
+        key, spec = (module, tensor, context), self.model.module(module)
         if key not in self._divided:
-            self._divided[key] = divided_costs(
+            links, precision = self.links, self.precision
+            shared = divided_costs(
                 self.modules[module],
-                self.model.module(module),
+                spec,
                 self.model,
                 tensor,
-                links=self.links,
+                links=links,
                 device=self.cluster.device_spec,
-                precision=self.precision,
+                precision=precision,
+            )
+            self._divided[key] = context_costs(
+                shared, spec, self.model, context, tensor=tensor, links=links, precision=precision
             )
         return self._divided[key]
 
@@ -129,14 +135,16 @@ class CostModel:
 
         Args:
             samples: the samples.
-            plan: whose tensor degrees hold; None takes 1.
+            plan: whose tensor and context degrees hold; None takes 1.
         """
         features = module_features(samples, self.model)
-        tensor = {stage.module: plan.degrees.tensor_of(stage.rank) for stage in plan.stages} if plan else {}
+        ranks = {stage.module: stage.rank for stage in plan.stages} if plan else {}
+        degrees = plan.degrees if plan else ParallelDegrees()
 
         def seconds(module: ModuleSpec) -> FloatArray:
-            whole = (0, module.num_layers)
-            return self.stage_item_seconds(module, whole, features[module.name], tensor=tensor.get(module.name, 1))
+            rank, whole = ranks.get(module.name, 0), (0, module.num_layers)
+            tensor, context = degrees.tensor_of(rank), degrees.context_of(rank)
+            return self.stage_item_seconds(module, whole, features[module.name], tensor=tensor, context=context)
 
         encoder = np.zeros(samples.num_media)
         for module in self.model.encoders:
@@ -150,6 +158,7 @@ class CostModel:
         *,
         backward: bool = False,
         tensor: int = 1,
+        context: int = 1,
         recompute: bool = False,
     ) -> tuple[Line, Line, Line]:
         """Lines of a stage's embedding, all its layers, and its projector or head (zero where it has none).
@@ -158,10 +167,11 @@ class CostModel:
             module: the module.
             layers: of the stage.
             backward: the backward pass.
-            tensor: devices that share the stage.
+            tensor: devices that share the stage's layers.
+            context: devices, or such groups, that its samples are divided over.
             recompute: the backward pass of layers begins with another forward.
         """
-        costs, (first, end) = self.module_costs(module.name, tensor), layers
+        costs, (first, end) = self.module_costs(module.name, tensor, context), layers
         has_output = end == module.num_layers
         upstream = self._upstream(module)
         if not backward:
@@ -186,10 +196,12 @@ class CostModel:
         *,
         backward: bool = False,
         tensor: int = 1,
+        context: int = 1,
         recompute: bool = False,
     ) -> FloatArray:
         """[items] seconds of a stage, without its fixed part; arguments as for `stage_lines`."""
-        entry, body, exit_ = self.stage_lines(module, layers, backward=backward, tensor=tensor, recompute=recompute)
+        how = _How(tensor=tensor, context=context, recompute=recompute)
+        entry, body, exit_ = self.stage_lines(module, layers, backward=backward, **how)
         return features.input_seconds(entry) + features.layer_seconds(body, layers) + features.output_seconds(exit_)
 
     def stage_fixed_seconds(
@@ -199,10 +211,12 @@ class CostModel:
         *,
         backward: bool = False,
         tensor: int = 1,
+        context: int = 1,
         recompute: bool = False,
     ) -> float:
         """What a stage costs once per microbatch (or part of one); 0 for a backward that does not run."""
-        lines = self.stage_lines(module, layers, backward=backward, tensor=tensor, recompute=recompute)
+        how = _How(tensor=tensor, context=context, recompute=recompute)
+        lines = self.stage_lines(module, layers, backward=backward, **how)
         if backward and not self.has_backward(module, layers):
             return 0.0
         return sum(line.fixed_seconds for line in lines) + self.action_seconds
@@ -232,7 +246,7 @@ class CostModel:
         features = module_features(samples, self.model)
         encoder_seconds, llm_seconds = self.module_seconds(samples, plan)
         specs = [self.model.module(stage.module) for stage in plan.stages]
-        alike = AlikeStages(self.model, plan)
+        alike, messages = AlikeStages(self.model, plan), StageMessages(self.model, plan, self.precision)
 
         def items(i: int, backward: bool) -> FloatArray:
             spec, how = specs[i], self._how(plan, i)
@@ -248,16 +262,14 @@ class CostModel:
             weight_gradient_share=alike.each(lambda i: self._weight_share(plan, i, features)),
             forward_fixed_seconds=alike.each(lambda i: fixed(i, False)),
             backward_fixed_seconds=alike.each(lambda i: fixed(i, True)),
-            send_seconds=self._send_seconds(plan, features),
+            send_seconds=messages.send_seconds(self.links, features),
             send_fixed_seconds=self.links.latency_seconds,
             reduce_seconds=alike.each(lambda i: self.reduce_seconds(plan, i)),
             step_seconds=alike.each(lambda i: self._trained_parameters(plan, i) * self.step_seconds_per_parameter),
             weight_bytes=alike.each(lambda i: self.static_bytes(plan.stages[i], plan.degrees).total),
-            activation_bytes=alike.each(
-                lambda i: self.activation_bytes(plan.stages[i], samples, self._how(plan, i)["tensor"])
-            ),
-            output_bytes=alike.each(lambda i: self._output_width(plan.stages[i])),
-            logit_bytes=self.logit_bytes(plan.degrees.tensor_of(plan.stages[-1].rank)),
+            activation_bytes=alike.each(lambda i: self.activation_bytes(plan.stages[i], samples, plan.degrees)),
+            output_bytes=alike.each(messages.token_bytes),
+            logit_bytes=self.logit_bytes(plan.degrees, plan.stages[-1].rank),
         )
         return BatchCosts(
             encoder_seconds=encoder_seconds,
@@ -274,21 +286,25 @@ class CostModel:
     @staticmethod
     def _how(plan: Plan, stage: int) -> _How:
         rank, recompute = plan.stages[stage].rank, plan.stages[stage].recompute
-        return {"tensor": plan.degrees.tensor_of(rank), "recompute": recompute}
+        degrees = plan.degrees
+        return {"tensor": degrees.tensor_of(rank), "context": degrees.context_of(rank), "recompute": recompute}
 
-    def logit_bytes(self, tensor: int = 1) -> float:
-        """Per label token of a microbatch on the last stage: logits and what the norm and head keep."""
+    def logit_bytes(self, degrees: ParallelDegrees, rank: int) -> float:
+        """Per label token of a microbatch on one device of the last rank: logits and what the norm and head keep."""
+        return self.divided_logit_bytes(degrees.tensor_of(rank)) / degrees.context_of(rank)
+
+    def divided_logit_bytes(self, tensor: int) -> float:
+        """`logit_bytes` per label token that the device has of its own."""
         llm = self.model.llm
-        return memory.logit_bytes(llm, self.precision) / tensor + memory.output_activation_bytes(
-            llm, llm, self.precision
-        )
+        kept = memory.output_activation_bytes(llm, llm, self.precision)
+        return memory.logit_bytes(llm, self.precision) / tensor + kept
 
     def reduce_seconds(self, plan: Plan, stage: int) -> float:
-        """Sum of a stage's gradients over the replicas, and of a tied embedding over its two holders."""
-        spec = self.model.module(plan.stages[stage].module)
-        tensor = plan.degrees.tensor_of(plan.stages[stage].rank)
+        """Sum of a stage's gradients over replicas and context devices, and of a tied embedding over its holders."""
+        spec, rank = self.model.module(plan.stages[stage].module), plan.stages[stage].rank
+        tensor = plan.degrees.tensor_of(rank)
         num_bytes = self._trained_parameters(plan, stage) * self.precision.gradient_bytes
-        seconds = self.links.all_reduce_seconds(plan.degrees, num_bytes)
+        seconds = self.links.all_reduce_seconds(plan.degrees, num_bytes, plan.degrees.context_of(rank))
         llm_stages = [i for i, other in enumerate(plan.stages) if other.module == spec.name]
         ends = {llm_stages[0], llm_stages[-1]}
         if self.model.tied_embeddings and spec.vocabulary_size and spec.trained and len(ends) == 2 and stage in ends:
@@ -307,26 +323,27 @@ class CostModel:
     def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> memory.StaticBytes:
         """Weights, gradients, optimizer state and reduction buffer of a stage, on one device."""
         module, tensor = self.model.module(stage.module), degrees.tensor_of(stage.rank)
-        reduced = degrees.data > 1
+        reduced = degrees.data * degrees.context_of(stage.rank) > 1
         return memory.stage_bytes(
             self.model, module, stage.layers, precision=self.precision, reduced=reduced, tensor=tensor
         )
 
-    def layer_bytes(self, stage: StagePlan, tensor: int = 1) -> float:
-        """Per patch or token that one layer keeps without recompute: what the microbatch being recomputed needs."""
-        return memory.layer_activation_bytes(self.model.module(stage.module), self.precision, tensor)
+    def layer_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> float:
+        """Per patch or token that a device keeps of one layer without recompute: what is held of one recomputed."""
+        module, tensor = self.model.module(stage.module), degrees.tensor_of(stage.rank)
+        return memory.layer_activation_bytes(module, self.precision, tensor) / degrees.context_of(stage.rank)
 
-    def activation_bytes(self, stage: StagePlan, samples: SampleTable, tensor: int = 1) -> float:
-        """Per patch (encoder) or token (language model) in flight on a stage; the head's are counted per label."""
-        module = self.model.module(stage.module)
-        first, end = stage.layers
+    def activation_bytes(self, stage: StagePlan, samples: SampleTable, degrees: ParallelDegrees) -> float:
+        """Per patch or token in flight, what a device of the stage holds; the head's are counted per label."""
+        module, (first, end) = self.model.module(stage.module), stage.layers
+        tensor, context = degrees.tensor_of(stage.rank), degrees.context_of(stage.rank)
         trains = self.has_backward(module, stage.layers)
         if trains and self._upstream(module):
             recompute = stage.recompute
             per_layer = memory.layer_activation_bytes(module, self.precision, tensor, recompute=recompute)
             held = per_layer * (end - first)
         else:
-            held = self.layer_bytes(stage, tensor)
+            held = memory.layer_activation_bytes(module, self.precision, tensor)
         if first == 0 and trains:
             held += memory.input_activation_bytes(module, self.precision)
         if end == module.num_layers and not module.vocabulary_size:
@@ -334,36 +351,7 @@ class CostModel:
             patches = max(float(samples.media_patches[mine].sum()), 1.0)
             ratio = float(samples.media_tokens[mine].sum()) / patches
             held += ratio * memory.output_activation_bytes(module, self.model.llm, self.precision)
-        return held
-
-    def _output_width(self, stage: StagePlan) -> float:
-        """Bytes per token (or patch, inside an encoder) that a stage hands on; messages have the weights' type."""
-        module = self.model.module(stage.module)
-        last_of_encoder = not module.vocabulary_size and stage.layers[1] == module.num_layers
-        width = self.model.llm.hidden_size if last_of_encoder else module.hidden_size
-        return float(width * self.precision.weight_bytes)
-
-    def _send_seconds(self, plan: Plan, features: dict[str, ItemFeatures]) -> tuple[FloatArray, ...]:
-        """Of each stage, [items]; one object for stages that send as much at the same speed."""
-        stages, llm = plan.stages, self.model.llm.name
-        first_llm = next(stage for stage in stages if stage.module == llm)
-        leaves = [i + 1 < len(stages) and stages[i + 1].module != s.module != llm for i, s in enumerate(stages)]
-        targets = [
-            first_llm if out else following for out, following in zip(leaves, (*stages[1:], stages[-1]), strict=True)
-        ]
-        ends = [stage.rank for stage in stages], [target.rank for target in targets]
-        speeds = self.links.between(plan.degrees, *ends)
-        known: dict[tuple[str, bool, float], FloatArray] = {}
-        result = []
-        for stage, out, source, target, speed in zip(stages, leaves, *ends, speeds.tolist(), strict=True):
-            own_speed = np.inf if source == target else speed
-            key = (stage.module, out, own_speed)
-            if key not in known:
-                item = features[stage.module]
-                amount = item.outputs if out else item.tokens
-                known[key] = amount * item.present * (self._output_width(stage) / own_speed)
-            result.append(known[key])
-        return tuple(result)
+        return held / context
 
     def _weight_share(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> float:
         """Part of a stage's backward that computes weight gradients only; none with recompute, which runs it whole."""
@@ -373,7 +361,7 @@ class CostModel:
         total = float(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum())
         if total <= 0 or stage.recompute:
             return 0.0
-        costs = self.module_costs(spec.name, how["tensor"])
+        costs = self.module_costs(spec.name, how["tensor"], how["context"])
         weights = 0.0
         if spec.trained:
             line = costs.layer.backward.without(costs.layer.input_backward)
@@ -389,6 +377,7 @@ class _How(TypedDict):
     """How a stage runs, as arguments of `CostModel.stage_lines`."""
 
     tensor: int
+    context: int
     recompute: bool
 
 

@@ -73,13 +73,22 @@ def divided_costs(
 
 
 def tensor_degrees(model: ModelSpec, module: ModuleSpec, degrees: tuple[int, ...], devices_per_node: int) -> list[int]:
-    """The degrees that a module's heads and widths, and a node's devices, can be divided by."""
+    """The degrees that a module's heads and widths, and a node's devices, can be divided by.
+
+    Only 1 for a module with dropout inside its layers, whose masks would depend on the degree: the runtime refuses it.
+    """
     sizes = _divided_sizes(model, module, devices_per_node)
-    return [degree for degree in degrees if all(size % degree == 0 for size in sizes.values())]
+    possible = (1,) if module.drops_inside else degrees
+    return [degree for degree in degrees if degree in possible and all(size % degree == 0 for size in sizes.values())]
 
 
 def tensor_rule(model: ModelSpec, module: ModuleSpec, devices_per_node: int) -> str:
     """What a tensor degree of a module must divide, with its numbers, for errors."""
+    if module.drops_inside:
+        return (
+            f"module {module.name} has dropout inside its layers, so it cannot be divided over devices exactly (set "
+            "the rates to 0 in the model's config)"
+        )
     sizes = _divided_sizes(model, module, devices_per_node)
     return f"tensor degrees of module {module.name} must divide " + ", ".join(
         f"{name} ({size})" for name, size in sizes.items()

@@ -10,7 +10,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
-from entrain_opt.runtime.tensor_layers import check_tensor
+from entrain_opt.runtime.executable import check_executable
 from entrain_opt.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,11 @@ def resolve_run(
             f"trainer.strategy.device: expected a device of the catalogue or a cluster file for this run on "
             f"{strategy.root_device.type}, found none. Name it, for example device: A100-80GB."
         )
-    found = resolve(
+
+    def accept(plan: Plan) -> None:
+        check_executable(module.model_folder, plan, module.lora)
+
+    return resolve(
         model_folder=module.model_folder,
         dataset=data.dataset,
         global_batch_size=data.global_batch_size,
@@ -60,10 +64,8 @@ def resolve_run(
         progress=progress,
         # Another machine's seconds cannot be measured here.
         measure=None if strategy.emulate is not None and options.device != "cpu" else _measurement(strategy, module),
+        accept=None if strategy.emulate is not None else accept,
     )
-    if strategy.emulate is None:
-        check_tensor(module.model_folder, found.plan, module.lora)
-    return found
 
 
 def resolution_of(

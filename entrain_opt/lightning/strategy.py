@@ -56,6 +56,7 @@ class EntrainStrategy(DDPStrategy):
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
         tensor_degrees: how many devices may share a module's layers (tensor parallelism); None is 1 only.
+        context_degrees: over how many a module's samples may be divided; None is 1 only, and others cannot be trained.
         recompute: whether layers keep their input only and run forward again in the backward pass: `never`,
             `search` (per module, where memory asks for it) or `always`.
         device: name of the device in the catalogue, a cluster file (`.yaml`), or a device described in place; None
@@ -88,6 +89,7 @@ class EntrainStrategy(DDPStrategy):
         pipeline_degree: int | None = None,
         num_microbatches: int | None = None,
         tensor_degrees: list[int] | None = None,
+        context_degrees: list[int] | None = None,
         recompute: str = "never",
         device: str | dict[str, Any] | None = None,
         memory_gib: float | None = None,
@@ -122,6 +124,7 @@ class EntrainStrategy(DDPStrategy):
             "pipeline_degree": pipeline_degree,
             "num_microbatches": num_microbatches,
             "tensor_degrees": tuple(tensor_degrees or (1,)),
+            "context_degrees": tuple(context_degrees or (1,)),
             "recompute": recompute,
             "memory_bytes": None if memory_gib is None else int(memory_gib * GIB),
             "time_limit_seconds": time_limit_seconds,
@@ -319,12 +322,7 @@ class EntrainStrategy(DDPStrategy):
         checkpoints.load_model(self._checkpoint_path, self._rank_model)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints.load_optimizers(
-            self._checkpoint_path,
-            self._rank_model,
-            self.optimizers,
-            checkpoint,
-        )
+        checkpoints.load_optimizers(self._checkpoint_path, self._rank_model, self.optimizers, checkpoint)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:

@@ -15,22 +15,52 @@ from entrain_opt.spec.model import TOWER_PARTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelDegrees:
-    """How many ranks each axis of the device mesh has."""
+    """How many ranks each axis of the device mesh has.
+
+    A pipeline rank is `tensor * context` devices: context ones hold the same layers and compute on parts of each
+    sample, tensor ones share the layers of one such part. Both are one number for all pipeline ranks, or one for each.
+    """
 
     data: int = 1
     pipeline: int = 1
     tensor: int | tuple[int, ...] = 1
-    """Devices that share the layers of a pipeline rank: one number for all, or one for each pipeline rank."""
+    context: int | tuple[int, ...] = 1
+
+    @classmethod
+    def of_modules(
+        cls, *, data: int, ranks: tuple[int, ...], tensor: tuple[int, ...], context: tuple[int, ...]
+    ) -> ParallelDegrees:
+        """The mesh of modules in chain order: pipeline ranks of each, and the degrees of them all."""
+
+        def spread(degrees: tuple[int, ...]) -> int | tuple[int, ...]:
+            if len(set(degrees)) == 1:
+                return degrees[0]
+            return tuple(degree for degree, count in zip(degrees, ranks, strict=True) for _ in range(count))
+
+        return cls(data=data, pipeline=sum(ranks), tensor=spread(tensor), context=spread(context))
 
     @property
     def tensor_degrees(self) -> tuple[int, ...]:
+        """Devices of each pipeline rank that share its layers."""
+        return self._of_ranks(self.tensor)
+
+    @property
+    def context_degrees(self) -> tuple[int, ...]:
+        """Parts of a sample that each pipeline rank computes on at once."""
+        return self._of_ranks(self.context)
+
+    def _of_ranks(self, degree: int | tuple[int, ...]) -> tuple[int, ...]:
+        return (degree,) * self.pipeline if isinstance(degree, int) else degree
+
+    @property
+    def widths(self) -> tuple[int, ...]:
         """Devices of each pipeline rank."""
-        return (self.tensor,) * self.pipeline if isinstance(self.tensor, int) else self.tensor
+        return tuple(t * c for t, c in zip(self.tensor_degrees, self.context_degrees, strict=True))
 
     @property
     def replica_size(self) -> int:
         """Devices of one replica."""
-        return sum(self.tensor_degrees)
+        return sum(self.widths)
 
     @property
     def world_size(self) -> int:
@@ -41,39 +71,58 @@ class ParallelDegrees:
         self.check_values()
         if self.world_size != world_size:
             how = f"pipeline ({self.pipeline})"
-            if self.tensor != 1:
-                how = f"{self.replica_size} devices of a replica (pipeline {self.pipeline}, tensor {self.tensor})"
+            if (self.tensor, self.context) != (1, 1):
+                context = f", context {self.context}" if self.context != 1 else ""
+                how = f"{self.replica_size} devices of a replica (pipeline {self.pipeline}, tensor {self.tensor}"
+                how += f"{context})"
             raise PlanError(
                 f"degrees: data ({self.data}) * {how} = {self.world_size} ranks, but {world_size} were launched. "
                 f"Launch {self.world_size} ranks or make a new plan with `entrain plan`."
             )
 
     def check_values(self) -> None:
-        """Raise PlanError if a degree is below 1 or there are not as many tensor degrees as pipeline ranks."""
+        """Raise PlanError if a degree is below 1 or there are not as many of a kind as pipeline ranks."""
         for name in ("data", "pipeline"):
             if getattr(self, name) < 1:
                 raise PlanError(f"degrees.{name}: expected at least 1, found {getattr(self, name)}.")
-        if min(self.tensor_degrees) < 1 or len(self.tensor_degrees) != self.pipeline:
-            raise PlanError(
-                f"degrees.tensor: expected a number of at least 1, or one for each of {self.pipeline} pipeline ranks, "
-                f"found {self.tensor}."
-            )
+        for name, degrees in (("tensor", self.tensor_degrees), ("context", self.context_degrees)):
+            if len(degrees) != self.pipeline or min(degrees) < 1:
+                raise PlanError(
+                    f"degrees.{name}: expected a number of at least 1, or one for each of {self.pipeline} pipeline "
+                    f"ranks, found {getattr(self, name)}."
+                )
 
     def tensor_of(self, pipeline_rank: int) -> int:
         """Devices that share the layers of a pipeline rank."""
         return self.tensor if isinstance(self.tensor, int) else self.tensor[pipeline_rank]
 
-    def global_rank(self, replica: int, pipeline_rank: int, tensor_rank: int = 0) -> int:
-        """Ranks of one replica are neighbours, and within it those of one pipeline rank: they talk most."""
-        before = (
-            pipeline_rank * self.tensor if isinstance(self.tensor, int) else sum(self.tensor_degrees[:pipeline_rank])
-        )
-        return replica * self.replica_size + before + tensor_rank
+    def context_of(self, pipeline_rank: int) -> int:
+        """Parts of a sample that a pipeline rank computes on at once."""
+        return self.context if isinstance(self.context, int) else self.context[pipeline_rank]
+
+    def global_rank(self, replica: int, pipeline_rank: int, place: int = 0) -> int:
+        """Ranks of one replica are neighbours, and within it those of one pipeline rank: they talk most.
+
+        Args:
+            replica: which.
+            pipeline_rank: within it.
+            place: within the pipeline rank; the tensor group of context part i starts at i * tensor.
+        """
+        if isinstance(self.tensor, int) and isinstance(self.context, int):
+            before = pipeline_rank * self.tensor * self.context
+        else:
+            before = sum(self.widths[:pipeline_rank])
+        return replica * self.replica_size + before + place
+
+    def global_ranks(self, pipeline_rank: int) -> list[int]:
+        """All that hold a pipeline rank's layers, in all replicas."""
+        places = range(self.widths[pipeline_rank])
+        return [self.global_rank(replica, pipeline_rank, place) for replica in range(self.data) for place in places]
 
     def place_of(self, global_rank: int) -> tuple[int, int, int]:
-        """(replica, pipeline rank, place in its tensor group): the inverse of `global_rank`."""
+        """(replica, pipeline rank, place among its devices): the inverse of `global_rank`."""
         replica, rest = divmod(global_rank, self.replica_size)
-        for pipeline_rank, width in enumerate(self.tensor_degrees):
+        for pipeline_rank, width in enumerate(self.widths):
             if rest < width:
                 return replica, pipeline_rank, rest
             rest -= width
@@ -243,12 +292,14 @@ class Plan:
                 f"stages: expected pipeline ranks 0 to {self.degrees.pipeline - 1} (degrees.pipeline), found "
                 f"{sorted({stage.rank for stage in self.stages})}."
             )
-        for module in (*self.encoder_modules, "llm"):
-            degrees = sorted({self.degrees.tensor_of(stage.rank) for stage in self.stages if stage.module == module})
-            if len(degrees) > 1:
-                raise PlanError(
-                    f"degrees.tensor: expected one degree for all pipeline ranks of module {module}, found {degrees}."
-                )
+        for name, degree_of in (("tensor", self.degrees.tensor_of), ("context", self.degrees.context_of)):
+            for module in (*self.encoder_modules, "llm"):
+                degrees = sorted({degree_of(stage.rank) for stage in self.stages if stage.module == module})
+                if len(degrees) > 1:
+                    raise PlanError(
+                        f"degrees.{name}: expected one degree for all pipeline ranks of module {module}, found "
+                        f"{degrees}."
+                    )
 
     def write(self, path: str | Path) -> None:
         """Write YAML, whole or not at all."""

@@ -51,8 +51,8 @@ class Cuts:
         columns = []
         for module in self.modules:
             stage = first[module.name]
-            tensor = plan.degrees.tensor_of(stage.rank)
-            found = sample_columns(samples, costs, tensor=tensor, recompute=stage.recompute)
+            tensor, context = plan.degrees.tensor_of(stage.rank), plan.degrees.context_of(stage.rank)
+            found = sample_columns(samples, costs, tensor=tensor, context=context, recompute=stage.recompute)
             columns += [found[f"{module.name} {piece}"] for piece in PIECES]
         #: [N, 3 * modules] seconds of each sample: embedding, one layer, and projector or head of every module.
         self.values = np.stack(columns, axis=1)
@@ -66,8 +66,8 @@ class Cuts:
             ranks_of.setdefault(stage.module, set()).add(stage.rank)
         self.ranks = [len(ranks_of[module.name]) for module in self.modules]
         self.shares = sum(self.ranks) > self.num_ranks
-        #: Modules of different tensor degrees keep their ranks: another number would need other devices.
-        self.fixed_ranks = not isinstance(plan.degrees.tensor, int)
+        #: Modules of different degrees keep their ranks: another number would need other devices.
+        self.fixed_ranks = not (isinstance(plan.degrees.tensor, int) and isinstance(plan.degrees.context, int))
 
     def draw(self, generator: np.random.Generator, size: int, count: int) -> FloatArray:
         """[count, 3 * modules] sums over random batches."""

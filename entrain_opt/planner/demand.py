@@ -37,6 +37,10 @@ class Load:
     largest: float
     worst: float = 0.0
 
+    def divided(self, by: int) -> Load:
+        """Of one of so many devices that share it evenly."""
+        return Load(total=self.total / by, largest=self.largest / by, worst=self.worst / by)
+
     def of_microbatch(self, data: int, num_microbatches: int) -> float:
         """Of a mean microbatch."""
         return self.total / (data * num_microbatches)
@@ -52,7 +56,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleDemand:
-    """What a global batch asks of one module.
+    """What a global batch asks of one module, or of each of the devices that its samples are divided over.
 
     Attributes:
         input, layer, output: forward plus backward seconds of the embedding, one layer, and the projector or head.
@@ -84,24 +88,24 @@ class Demand:
     rows: NDArray[np.int64]
     global_batch_size: int
     costs: CostModel
-    _variants: dict[tuple[int, int, bool], ModuleDemand] = field(default_factory=dict)
+    _variants: dict[tuple[int, int, int, bool], ModuleDemand] = field(default_factory=dict)
 
-    def of(self, module: int, tensor: int = 1, recompute: bool = False) -> ModuleDemand:
-        """What a global batch asks of a module whose layers are shared by `tensor` devices, or recomputed.
+    def of(self, module: int, tensor: int = 1, context: int = 1, recompute: bool = False) -> ModuleDemand:
+        """What a global batch asks of a device of a module under its degrees, or recomputed.
 
         The largest sample is the one that is largest on one device without recompute.
         """
-        if tensor == 1 and not recompute:
+        if tensor == context == 1 and not recompute:
             return self.modules[module]
-        key = (module, tensor, recompute)
+        key = (module, tensor, context, recompute)
         if key not in self._variants:
             self._variants[key] = self._variant(*key)
         return self._variants[key]
 
-    def _variant(self, module: int, tensor: int, recompute: bool) -> ModuleDemand:
+    def _variant(self, module: int, tensor: int, context: int, recompute: bool) -> ModuleDemand:
         name, base = self.costs.model.modules[module].name, self.modules[module]
         plain = sample_columns(self.samples, self.costs)
-        columns = sample_columns(self.samples, self.costs, tensor=tensor, recompute=recompute)
+        columns = sample_columns(self.samples, self.costs, tensor=tensor, context=context, recompute=recompute)
         times = np.bincount(self.rows.reshape(-1), minlength=len(self.samples)) / len(self.rows)
 
         def load(piece: str) -> Load:
@@ -109,7 +113,8 @@ class Demand:
             largest = np.take_along_axis(self.rows, by[self.rows].argmax(axis=1)[:, None], axis=1)
             return Load(total=float(times @ column), largest=float(column[largest].mean()), worst=float(column.max()))
 
-        return ModuleDemand(amount=base.amount, outputs=base.outputs, **{piece: load(piece) for piece in PIECES})
+        amounts = {name: getattr(base, name).divided(context) for name in _AMOUNTS}
+        return ModuleDemand(**amounts, **{piece: load(piece) for piece in PIECES})
 
 
 def estimate_demand(
@@ -149,14 +154,14 @@ def estimate_demand(
 
 
 def sample_columns(
-    samples: SampleTable, costs: CostModel, *, tensor: int = 1, recompute: bool = False
+    samples: SampleTable, costs: CostModel, *, tensor: int = 1, context: int = 1, recompute: bool = False
 ) -> dict[str, NDArray[np.float64]]:
-    """`module piece` -> [N] per sample: forward plus backward seconds without fixed parts, and amounts.
+    """`module piece` -> [N] per sample: forward plus backward seconds without fixed parts, and (whole) amounts.
 
     Args:
         samples: N samples.
         costs: of the model.
-        tensor: devices that share the layers.
+        tensor, context: degrees of every module.
         recompute: whether layers run forward again in the backward pass.
     """
     features = module_features(samples, costs.model)
@@ -166,7 +171,8 @@ def sample_columns(
         is_encoder = module.name != costs.model.llm.name
         last = module.num_layers
         forward, backward = (
-            costs.stage_lines(module, (0, last), backward=b, tensor=tensor, recompute=recompute) for b in (False, True)
+            costs.stage_lines(module, (0, last), backward=b, tensor=tensor, context=context, recompute=recompute)
+            for b in (False, True)
         )
         for piece, index, seconds_of in (
             ("input", 0, item.input_seconds),

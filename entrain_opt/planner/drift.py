@@ -15,7 +15,7 @@ minute of one core for a judgement, which drifting data causes once and steady d
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 
 import numpy as np
@@ -95,7 +95,9 @@ class DriftWatch:
     def __init__(
         self, plan: Plan, samples: SampleTable, costs: CostModel, options: PlanOptions, *, tolerance: float = 0.03
     ) -> None:
-        self.plan, self.costs, self.options, self.tolerance = plan, costs, options, tolerance
+        self.plan, self.costs, self.tolerance = plan, costs, tolerance
+        # A plan to go on with must be one that can be trained.
+        self.options = replace(options, context_degrees=(1,))
         self._samples = samples
         self._recent: deque[NDArray[np.int64]] = deque()
         self._lock = Lock()
@@ -183,6 +185,7 @@ def _words(plan: Plan) -> str:
     degrees = plan.degrees
     stages = " ".join(stage.label for stage in plan.stages)
     tensor = "" if degrees.tensor == 1 else f" x tensor {degrees.tensor}"
+    tensor += "" if degrees.context == 1 else f" x context {degrees.context}"
     recompute = sorted({stage.module for stage in plan.stages if stage.recompute})
     return (
         f"data {degrees.data} x pipeline {degrees.pipeline}{tensor}, {plan.num_microbatches} microbatches, {stages}"

@@ -7,8 +7,8 @@ Predicted iteration seconds of a choice (data degree d, p pipeline ranks, K micr
 U is one pass, forward and backward, of the *largest* microbatch through all stages (a microbatch is never smaller than
 the largest sample), with every stage's fixed part and 2 (p - 1) messages of the slowest kind. With equal microbatches
 this is the paper's T = sum of all stages + (K - 1) * slowest stage, plus what the paper leaves out. More microbatches
-shorten U and pay the fixed parts more often, so K has an optimum. Tensor parallelism and recompute change the seconds
-of a module's layers (`cost/tensor.py`).
+shorten U and pay the fixed parts more often, so K has an optimum. Tensor and context parallelism and recompute change
+the seconds of a module (`cost/tensor.py`, `cost/context.py`), and bytes are those of one device.
 
 Memory of a rank: what its layers hold all the time, the activations of the microbatches in flight (largest first, the
 rest of mean size; as many as stages follow in 1F1B), logits of the largest microbatch, the layer being recomputed, and
@@ -39,13 +39,14 @@ class Layout:
 
     Attributes:
         degrees: of the mesh.
-        tensor, recompute: per module.
+        tensor, context, recompute: per module.
         ranks: pipeline ranks of each module; empty where the partition decides.
         shares: whether a rank may hold layers of two modules.
     """
 
     degrees: ParallelDegrees
     tensor: tuple[int, ...]
+    context: tuple[int, ...]
     recompute: tuple[bool, ...]
     ranks: tuple[int, ...] = ()
     shares: bool = False
@@ -75,12 +76,12 @@ class Estimator:
         self.costs, self.demand = costs, demand
         self.modules = costs.model.modules
         self.num_layers = np.array([module.num_layers for module in self.modules])
-        self._fixed: dict[tuple[int, int, bool], tuple[float, float, float, float]] = {}
+        self._fixed: dict[tuple[int, int, int, bool], tuple[float, float, float, float]] = {}
         self._neighbours: dict[ParallelDegrees, float] = {}
 
     def load(self, module: int, layout: Layout) -> ModuleDemand:
-        """What a global batch asks of a module under its tensor degree and recompute."""
-        return self.demand.of(module, layout.tensor[module], layout.recompute[module])
+        """What a global batch asks of a device of a module under its degrees and recompute."""
+        return self.demand.of(module, layout.tensor[module], layout.context[module], layout.recompute[module])
 
     def seconds(self, layout: Layout, counts: IntArray) -> Seconds:
         """Predicted seconds of a layout for several numbers of microbatches."""
@@ -96,17 +97,17 @@ class Estimator:
                 mean = one.total / (data * counts)
                 times = module.num_layers if piece == 0 else 1
                 constant += times * (np.maximum(mean, one.largest) + fixed[piece])
-                update = self._update_seconds(layout.degrees, held[piece] * trains[piece])
+                update = self._update_seconds(layout, index, held[piece] * trains[piece])
                 parts[piece, index] = (counts - 1) * (mean + fixed[piece]) + update
             constant += fixed[3]
             parts[3, index] = (counts - 1) * fixed[3]
-            widest = np.maximum(widest, _message_bytes(self.costs, module, load, data * counts))
+            widest = np.maximum(widest, self._message_bytes(index, layout, data * counts))
         latency = self.costs.links.latency_seconds
         if pipeline > 1:
             stages = max(pipeline - len(self.modules), 0)
             constant += stages * max(self._fixed_seconds(i, layout)[3] for i in range(len(self.modules)))
             constant += 2 * (pipeline - 1) * (latency + widest / self._speed(layout.degrees))
-        constant += 2 * (data - 1) * latency
+        constant += 2 * (data * max(layout.context) - 1) * latency
         return Seconds(counts=counts, constant=constant, parts=parts, bound=constant + self._bound(layout, parts))
 
     def _bound(self, layout: Layout, parts: FloatArray) -> FloatArray:
@@ -134,24 +135,26 @@ class Estimator:
 
     def _fixed_seconds(self, index: int, layout: Layout) -> tuple[float, float, float, float]:
         """Forward plus backward fixed seconds of one layer, of the first and last piece, and of each stage's action."""
-        module, tensor, recompute = self.modules[index], layout.tensor[index], layout.recompute[index]
-        key = (index, tensor, recompute)
+        module, tensor, context = self.modules[index], layout.tensor[index], layout.context[index]
+        recompute = layout.recompute[index]
+        key = (index, tensor, context, recompute)
         if key not in self._fixed:
             whole = (0, module.num_layers)
             lines = [
-                self.costs.stage_lines(module, whole, backward=backward, tensor=tensor, recompute=recompute)
-                for backward in (False, True)
+                self.costs.stage_lines(module, whole, backward=b, tensor=tensor, context=context, recompute=recompute)
+                for b in (False, True)
             ]
             first, layer, output = (sum(pair[i].fixed_seconds for pair in lines) for i in range(3))
             actions = 1 + self.costs.has_backward(module, whole)
             self._fixed[key] = (layer / module.num_layers, first, output, actions * self.costs.action_seconds)
         return self._fixed[key]
 
-    def _update_seconds(self, degrees: ParallelDegrees, trained_parameters: float) -> float:
-        """Reduction (without latency) and optimizer step of some parameters."""
-        latency = 2 * (degrees.data - 1) * self.costs.links.latency_seconds
+    def _update_seconds(self, layout: Layout, index: int, trained_parameters: float) -> float:
+        """Reduction (without latency) and optimizer step of some parameters of a module."""
+        degrees, context = layout.degrees, layout.context[index]
+        latency = 2 * (degrees.data * context - 1) * self.costs.links.latency_seconds
         num_bytes = trained_parameters * self.costs.precision.gradient_bytes
-        reduction = max(self.costs.links.all_reduce_seconds(degrees, num_bytes) - latency, 0.0)
+        reduction = max(self.costs.links.all_reduce_seconds(degrees, num_bytes, context) - latency, 0.0)
         return reduction + trained_parameters * self.costs.step_seconds_per_parameter
 
     def mib(self, layout: Layout, count: int, *, one_in_flight: bool) -> tuple[PartTicks, ...]:
@@ -172,7 +175,7 @@ class Estimator:
         """[4, pipeline] bytes of one layer, the first piece, the last piece, and of each stage."""
         model, precision = self.costs.model, self.costs.precision
         load, tensor, recompute = self.load(index, layout), layout.tensor[index], layout.recompute[index]
-        is_llm, reduced = bool(module.vocabulary_size), data > 1
+        is_llm, reduced = bool(module.vocabulary_size), data * layout.context[index] > 1
         inner = (0, max(module.num_layers - 1, 1))
         trains = is_llm or (self.costs.has_backward(module, inner) if module.num_layers > 1 else module.trained)
         following = np.ones(pipeline) if one_in_flight else pipeline - np.arange(pipeline) + (0 if is_llm else 1)
@@ -193,22 +196,22 @@ class Estimator:
         outputs = load.outputs.of_worst_microbatch(data, count)
         last = static(exit_parameters, module.output_trained) + np.zeros(pipeline)
         if is_llm:
-            last += self.costs.logit_bytes(tensor) * outputs
+            last += self.costs.divided_logit_bytes(tensor) * outputs
         else:
             ratio = outputs / largest if largest else 0.0
             last += memory.output_activation_bytes(module, model.llm, precision) * held * ratio
-        message = float(_message_bytes(self.costs, module, load, data * count)) if pipeline > 1 else 0.0
+        message = float(self._message_bytes(index, layout, data * count)) if pipeline > 1 else 0.0
         stage = 2 * message + (0.0 if trains and not recompute else whole_layer * largest)
         return np.stack([layer, first, last, np.full(pipeline, stage)])
 
-
-def _message_bytes(
-    costs: CostModel, module: ModuleSpec, load: ModuleDemand, microbatches: int | IntArray
-) -> FloatArray:
-    """Of a mean microbatch, per number of microbatches of all replicas."""
-    width = costs.precision.weight_bytes
-    inside = load.amount.total / np.asarray(microbatches, dtype=np.float64) * module.hidden_size * width
-    if module.vocabulary_size:
-        return inside
-    outside = load.outputs.total / np.asarray(microbatches, dtype=np.float64) * costs.model.llm.hidden_size * width
-    return np.maximum(inside, outside)
+    def _message_bytes(self, index: int, layout: Layout, microbatches: int | IntArray) -> FloatArray:
+        """What a device hands on of a mean microbatch, per number of microbatches of all replicas."""
+        module, load, width = self.modules[index], self.load(index, layout), self.costs.precision.weight_bytes
+        per_microbatch = 1 / np.asarray(microbatches, dtype=np.float64)
+        inside = load.amount.total * per_microbatch * module.hidden_size * width
+        if module.vocabulary_size:
+            return inside
+        # Where the language model has fewer devices to receive with, each gets more than one of the encoder's sends.
+        own, target = layout.context[index], layout.context[-1]
+        outside = load.outputs.total * per_microbatch * self.costs.model.llm.hidden_size * width
+        return np.maximum(inside, outside * own / min(own, target))

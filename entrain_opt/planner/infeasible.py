@@ -21,9 +21,11 @@ from entrain_opt.planner.search import least_memory, least_mib
 from entrain_opt.planner.shortlist import build_shortlist
 from entrain_opt.units import MIB, format_bytes
 
+#: Changes named, of those that can be trained.
+MOST_CHANGES = 3
 #: Choices whose partition is found, of those that hold least in total.
 _CLOSEST = 40
-_TENSOR_DEGREES = (1, 2, 4, 8)
+_DEGREES = (1, 2, 4, 8)
 
 
 def explain_infeasible(instance: Instance, costs: CostModel, demand: Demand, options: PlanOptions) -> PlanError:
@@ -49,8 +51,9 @@ def explain_infeasible(instance: Instance, costs: CostModel, demand: Demand, opt
     return PlanError(
         f"memory: stage {index} ({named}) needs {format_bytes(needs[rank] * MIB)}, the device has "
         f"{format_bytes(instance.limit_mib * MIB)}; {format_bytes(static)} of it are weights, gradients and optimizer "
-        f"state. The closest choice is data_degree={choice.data}, pipeline_degree={choice.pipeline}, "
-        f"num_microbatches={choice.num_microbatches} with one microbatch in flight. Closest feasible: "
+        f"state. The closest choice is data_degree={choice.data}, pipeline_degree={choice.pipeline}"
+        f"{choice.degree_words}, num_microbatches={choice.num_microbatches}"
+        f"{', recompute' if any(choice.recompute) else ''} with one microbatch in flight. Closest feasible: "
         f"{'; or '.join(changes)}."
     )
 
@@ -67,33 +70,45 @@ def _closest(instance: Instance) -> tuple[Choice, Partition] | None:
 
 
 def feasible_changes(costs: CostModel, demand: Demand, options: PlanOptions) -> list[str]:
-    """Single changes under which something fits, smallest first."""
-    found = []
+    """Single changes under which something fits, smallest first, and one that can be planned for only."""
+    found: list[str] = []
     for words, changed, with_costs in _changes(costs, options):
-        try:
-            asked = demand
-            if with_costs is not costs:
-                asked = estimate_demand(demand.samples, with_costs, demand.global_batch_size, seed=options.seed)
-            _, ranking = build_shortlist(with_costs, asked, changed, one_in_flight=True)
-        except EntrainError:
-            continue  # No layout, or no such rate on this device: not a change to propose.
-        if not ranking:
-            continue
-        choice = ranking[0].choice
-        tensor = f", tensor={'/'.join(map(str, choice.tensor))}" if choice.tensor else ""
-        found.append(f"{words} (data={choice.data}, pipeline={choice.pipeline}{tensor})")
-        if len(found) == 3:
+        if len(found) == MOST_CHANGES:
             break
+        if (choice := _fitting(changed, with_costs, costs, demand)) is not None:
+            found.append(_said(words, choice))
+    for words, changed in _planned_only_changes(costs, options):
+        choice = _fitting(changed, costs, costs, demand)
+        if choice is not None and choice.context:
+            return [*found, f"{_said(words, choice)}, which can be planned for but not trained yet"]
     return found
 
 
+def _said(words: str, choice: Choice) -> str:
+    return f"{words} (data={choice.data}, pipeline={choice.pipeline}{choice.degree_words})"
+
+
+def _fitting(changed: PlanOptions, with_costs: CostModel, costs: CostModel, demand: Demand) -> Choice | None:
+    """The fastest choice that fits under changed options; None if nothing does."""
+    try:
+        asked = demand
+        if with_costs is not costs:
+            asked = estimate_demand(demand.samples, with_costs, demand.global_batch_size, seed=changed.seed)
+        _, ranking = build_shortlist(with_costs, asked, changed, one_in_flight=True)
+    except EntrainError:
+        return None  # No layout, or no such rate on this device: not a change to propose.
+    return ranking[0].choice if ranking else None
+
+
 def _changes(costs: CostModel, options: PlanOptions) -> Iterator[tuple[str, PlanOptions, CostModel]]:
-    wide = tuple(degree for degree in _TENSOR_DEGREES if costs.cluster.devices_per_node % degree == 0)
+    wide = _within_a_node(costs)
     if options.data_degree or options.pipeline_degree or options.num_microbatches:
         free = replace(options, data_degree=None, pipeline_degree=None, num_microbatches=None)
         yield "degrees and microbatches left free", free, costs
     if options.recompute == "never":
         yield "recompute=search", replace(options, recompute="search"), costs
+    if set(options.context_degrees) != {1} and set(wide) - set(options.context_degrees):
+        yield f"context_degrees={list(wide)}", replace(options, context_degrees=wide), costs
     if set(wide) - set(options.tensor_degrees):
         yield f"tensor_degrees={list(wide)}", replace(options, tensor_degrees=wide), costs
         both = replace(options, tensor_degrees=wide, recompute="search")
@@ -105,3 +120,18 @@ def _changes(costs: CostModel, options: PlanOptions) -> Iterator[tuple[str, Plan
         cluster = replace(costs.cluster, num_nodes=costs.cluster.num_nodes * factor)
         more = CostModel(costs.model, cluster, measured=costs.measured, precision=options.precision)
         yield f"{cluster.num_devices} devices", replace(options, data_degree=None, pipeline_degree=None), more
+
+
+def _planned_only_changes(costs: CostModel, options: PlanOptions) -> Iterator[tuple[str, PlanOptions]]:
+    """Context degrees where none was asked for: alone, and with recompute."""
+    wide = _within_a_node(costs)
+    if set(options.context_degrees) != {1} or set(wide) == {1}:
+        return
+    context = replace(options, context_degrees=wide)
+    yield f"context_degrees={list(wide)}", context
+    if options.recompute == "never":
+        yield f"context_degrees={list(wide)} with recompute=search", replace(context, recompute="search")
+
+
+def _within_a_node(costs: CostModel) -> tuple[int, ...]:
+    return tuple(degree for degree in _DEGREES if costs.cluster.devices_per_node % degree == 0)

@@ -33,10 +33,11 @@ class Choice:
     Attributes:
         data, pipeline, num_microbatches: the choice.
         shares: whether a rank may hold layers of two modules.
-        tensor: devices that share a pipeline rank, per module; empty for 1.
+        tensor: devices that share the layers of a pipeline rank, per module; empty for 1.
+        context: parts that samples are divided into, per module; empty for 1.
         recompute: per module; empty for none.
-        ranks: pipeline ranks of each module, where the choice fixes them (modules of different tensor degrees); empty
-            where the partition decides.
+        ranks: pipeline ranks of each module, where the choice fixes them (modules of different degrees); empty where
+            the partition decides.
         constant_ticks: U.
         ticks: what the slowest rank is judged by.
         mib: per rank, what it holds.
@@ -50,21 +51,32 @@ class Choice:
     ticks: PartTicks
     mib: tuple[PartTicks, ...]
     tensor: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
     recompute: tuple[bool, ...] = ()
     ranks: tuple[int, ...] = ()
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Everything but the number of microbatches."""
-        return (self.data, self.pipeline, self.tensor, self.recompute, self.ranks)
+        return (self.data, self.pipeline, self.tensor, self.context, self.recompute, self.ranks)
 
     @property
     def degrees(self) -> ParallelDegrees:
         """The mesh."""
-        tensor: int | tuple[int, ...] = self.tensor[0] if self.tensor else 1
-        if len(set(self.tensor)) > 1:
-            tensor = tuple(degree for degree, count in zip(self.tensor, self.ranks, strict=True) for _ in range(count))
-        return ParallelDegrees(data=self.data, pipeline=self.pipeline, tensor=tensor)
+        ranks = self.ranks or (self.pipeline,)
+        tensor, context = self.tensor or (1,) * len(ranks), self.context or (1,) * len(ranks)
+        return ParallelDegrees.of_modules(data=self.data, ranks=ranks, tensor=tensor, context=context)
+
+    @property
+    def degree_words(self) -> str:
+        """`, tensor=2/1, context=1/2`: degrees above 1, in the order of the modules."""
+        kinds = (("tensor", self.tensor), ("context", self.context))
+        return "".join(f", {name}={'/'.join(map(str, degrees))}" for name, degrees in kinds if degrees)
+
+    def widths(self, num_modules: int) -> tuple[int, ...]:
+        """Devices of a pipeline rank, per module."""
+        tensor, context = self.tensor or (1,) * num_modules, self.context or (1,) * num_modules
+        return tuple(t * c for t, c in zip(tensor, context, strict=True))
 
     def borders(self, module_starts: tuple[int, ...]) -> dict[int, int]:
         """Rank -> chain position where it must end, for the modules' fixed numbers of ranks."""

@@ -39,16 +39,15 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
         needs: dict[int, tuple[float, float]] = {}
         for index, stage in held:
             load = loads[stage.module]
-            tensor = degrees.tensor_of(rank)
-            per_unit = costs.activation_bytes(stage, samples, tensor)
+            per_unit = costs.activation_bytes(stage, samples, degrees)
             largest, mean = (
                 load.amount.of_worst_microbatch(data, count),
                 load.amount.of_microbatch(data, count),
             )
             if index == shape.num_stages - 1:
-                budget -= costs.logit_bytes(tensor) * load.outputs.of_worst_microbatch(data, count)
+                budget -= costs.logit_bytes(degrees, rank) * load.outputs.of_worst_microbatch(data, count)
             if stage.recompute:
-                budget -= costs.layer_bytes(stage, tensor) * largest
+                budget -= costs.layer_bytes(stage, degrees) * largest
             if not shape.has_backward[index]:
                 budget -= per_unit * largest
                 continue
@@ -71,7 +70,7 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
         per_sample = samples.total_tokens if kind == "llm" else samples.sum_media(samples.media_patches)
         worst = int(np.argmax(per_sample))
         if per_sample[worst] > room:
-            per_unit = costs.activation_bytes(stage, samples, degrees.tensor_of(stage.rank))
+            per_unit = costs.activation_bytes(stage, samples, degrees)
             raise PlanError(
                 f"sample {samples.sample_ids[worst]!r} alone holds {per_sample[worst]:,.0f} "
                 f"{'tokens' if kind == 'llm' else 'patches'} ({format_bytes(per_unit * per_sample[worst])}) on stage "

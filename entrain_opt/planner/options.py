@@ -27,6 +27,8 @@ class PlanOptions:
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by the user; None is searched.
         tensor_degrees: devices that may share a module's layers; the default is 1 only.
+        context_degrees: devices, or groups of them, that a module's samples may be divided over; the default is 1 only,
+            because the runtime executes no other: for planning and comparing.
         recompute: `never`, `search` (per module, where memory asks for it) or `always`.
         device: a name from `ClusterSpec.devices()`, or that of `custom_device`.
         custom_device: a device that is not in the catalogue.
@@ -45,6 +47,7 @@ class PlanOptions:
     pipeline_degree: int | None = None
     num_microbatches: int | None = None
     tensor_degrees: tuple[int, ...] = (1,)
+    context_degrees: tuple[int, ...] = (1,)
     recompute: str = "never"
     device: str = "cpu"
     custom_device: DeviceSpec | None = None
@@ -71,10 +74,11 @@ class PlanOptions:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise PlanError(f"{name}: expected one of {sorted(values)}, found {getattr(self, name)!r}.")
-        degrees = self.tensor_degrees
-        whole = all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in degrees)
-        if not isinstance(degrees, tuple) or not degrees or not whole or len(set(degrees)) < len(degrees):
-            raise PlanError(f"tensor_degrees: expected different whole numbers of at least 1, found {degrees!r}.")
+        for name in ("tensor_degrees", "context_degrees"):
+            degrees = getattr(self, name)
+            whole = all(isinstance(value, int) and not isinstance(value, bool) and value >= 1 for value in degrees)
+            if not isinstance(degrees, tuple) or not degrees or not whole or len(set(degrees)) < len(degrees):
+                raise PlanError(f"{name}: expected different whole numbers of at least 1, found {degrees!r}.")
         if self.solver_workers not in (1, 2):
             raise PlanError(f"solver_workers: expected 1 or 2, found {self.solver_workers!r}.")
         for name in ("data_degree", "pipeline_degree", "num_microbatches", "memory_bytes"):

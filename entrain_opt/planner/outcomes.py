@@ -44,8 +44,9 @@ def _kinds(ranking: list[Ranked]) -> list[tuple[object, ...]]:
 def _entry(ranked: Ranked, instance: Instance) -> dict[str, Any]:
     choice = ranked.choice
     entry: dict[str, Any] = {"data": choice.data, "pipeline": choice.pipeline}
-    if choice.tensor:
-        entry["tensor"] = dict(zip(instance.modules, choice.tensor, strict=True))
+    for name, degrees in (("tensor", choice.tensor), ("context", choice.context)):
+        if degrees:
+            entry[name] = dict(zip(instance.modules, degrees, strict=True))
     if choice.recompute:
         entry["recompute"] = [name for name, does in zip(instance.modules, choice.recompute, strict=True) if does]
     return entry | {

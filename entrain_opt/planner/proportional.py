@@ -58,8 +58,9 @@ def solve_proportional(instance: Instance, demand: Demand) -> Solution | None:
             break
         ends = {}
         if choice.ranks:
-            devices = [degree * ranks for degree, ranks in zip(choice.tensor, choice.ranks, strict=True)]
-            most = [degree * layers for degree, layers in zip(choice.tensor, instance.num_layers, strict=True)]
+            widths = choice.widths(len(instance.modules))
+            devices = [width * ranks for width, ranks in zip(widths, choice.ranks, strict=True)]
+            most = [width * layers for width, layers in zip(widths, instance.num_layers, strict=True)]
             if tuple(devices) != allocate_ranks(work, sum(devices), most):
                 continue
         elif choice.pipeline >= len(instance.modules):

@@ -41,7 +41,7 @@ class Replay:
     Attributes:
         plan: with memory caps, where they are needed.
         batch_seconds: of each batch, the slowest replica's iteration.
-        bubble_share: mean idle share of the ranks.
+        bubble_share: mean idle share of the devices.
         busy_share: per pipeline rank, share of the iteration spent computing.
         peak_bytes: per pipeline rank, the highest over batches.
         peak_parts: what makes it up.
@@ -145,7 +145,11 @@ class Replayer:
 
     def _heaviest_replicas(self, plan: Plan, batch: int, count: int) -> list[SampleTable]:
         data = plan.degrees.data
-        stages = tuple((stage.module, plan.degrees.tensor_of(stage.rank), stage.recompute) for stage in plan.stages)
+        degrees = plan.degrees
+        stages = tuple(
+            (stage.module, degrees.tensor_of(stage.rank), degrees.context_of(stage.rank), stage.recompute)
+            for stage in plan.stages
+        )
         key = (batch, data, plan.policy, stages)
         if key not in self._heaviest:
             samples = self.demand.samples.take(self.demand.rows[batch])
@@ -169,7 +173,7 @@ class Replayer:
             timeline, assignment = self._simulate(costs, plan, effort)
             self._played[key] = _Played(
                 seconds=timeline.makespan_seconds,
-                bubble_share=timeline.bubble_share,
+                bubble_share=timeline.bubble_share_of_devices(plan.degrees.widths),
                 busy_share=timeline.busy_seconds[0] / max(timeline.makespan_seconds, 1e-12),
                 parts=np.stack([parts_at_peak(curve.parts) for curve in timeline.memory[0]]),
                 recomputed=recomputed_bytes(self.costs, plan, costs, assignment)[0],
@@ -236,7 +240,7 @@ def recomputed_bytes(costs: CostModel, plan: Plan, batch: BatchCosts, assignment
         sums = np.zeros((len(held), int(assignment.num_microbatches.max(initial=0))))
         np.add.at(sums, (replica, microbatch), amounts)
         largest = sums.max(axis=1, initial=0.0)
-        per_unit = costs.layer_bytes(stage, plan.degrees.tensor_of(stage.rank))
+        per_unit = costs.layer_bytes(stage, plan.degrees)
         held[:, stage.rank] = np.maximum(held[:, stage.rank], per_unit * largest)
     return held
 
@@ -280,10 +284,11 @@ def split_work(costs: CostModel, samples: SampleTable, plan: Plan) -> SampleWork
     whole = {stage.module: stage for stage in reversed(plan.stages)}
     merged = replace(
         plan,
-        degrees=ParallelDegrees(
+        degrees=ParallelDegrees.of_modules(
             data=plan.degrees.data,
-            pipeline=len(modules),
+            ranks=(1,) * len(modules),
             tensor=tuple(plan.degrees.tensor_of(whole[module.name].rank) for module in modules),
+            context=tuple(plan.degrees.context_of(whole[module.name].rank) for module in modules),
         ),
         stages=tuple(
             replace(whole[module.name], layers=(0, module.num_layers), rank=rank) for rank, module in enumerate(modules)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from entrain_opt.cost import CostModel, MeasuredCosts
+from entrain_opt.cost.context import rank_degrees
 from entrain_opt.cost.profile import profile_path
 from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.errors import PlanError, RuntimeConfigError
@@ -60,6 +61,7 @@ def resolve(
     cache_dir: str | Path = "runs/cache",
     progress: bool = False,
     measure: Callable[[], MeasuredCosts] | None = None,
+    accept: Callable[[Plan], None] | None = None,
 ) -> Resolution:
     """Find or make the plan of a run.
 
@@ -75,6 +77,7 @@ def resolve(
         cache_dir: for the index, the measured costs and the plans.
         progress: show progress of the index.
         measure: measures the costs if they are asked for and not cached.
+        accept: raises for a plan that the caller cannot run; of a file it is asked before the data is read.
 
     Raises:
         PlanError: the plan file is for other ranks, another model or batch, or nothing fits.
@@ -90,6 +93,8 @@ def resolve(
     given = None
     if str(plan) != "auto":  # Before the data is read: a wrong file is told at once.
         given = check_plan_file(plan, model, cluster, global_batch_size, frozen)
+        if accept is not None:
+            accept(given)
     samples = load_samples(dataset, model_folder, bad_samples=bad_samples, cache_dir=cache_dir, progress=progress)
     measured = None
     if options.cost_model == "measured":
@@ -101,6 +106,8 @@ def resolve(
         found, source = given, "file"
     else:
         found, source = _solved(model, samples, cluster, global_batch_size, options, costs, Path(cache_dir))
+        if accept is not None:
+            accept(found)
     return Resolution(plan=found, source=source, samples=samples, model=model, cluster=cluster, costs=costs)
 
 
@@ -209,17 +216,22 @@ def _check_choices(plan: Plan, model: ModelSpec, cluster: ClusterSpec) -> None:
     for name, value, allowed in (("policy", plan.policy, tuple(POLICIES)), ("schedule", plan.schedule, ORDERS)):
         if value not in allowed:
             raise PlanError(f"{name}: expected one of {sorted(allowed)}, found {value!r}.")
+    per_node, degrees = cluster.devices_per_node, plan.degrees
     for module in model.modules:
-        ranks = [stage.rank for stage in plan.stages if stage.module == module.name]
-        degree = plan.degrees.tensor_of(ranks[0])
-        if not tensor_degrees(model, module, (degree,), cluster.devices_per_node):
+        rank = next(stage.rank for stage in plan.stages if stage.module == module.name)
+        tensor, context = degrees.tensor_of(rank), degrees.context_of(rank)
+        if not tensor_degrees(model, module, (tensor,), per_node):
+            raise PlanError(f"degrees.tensor: {tensor} is not possible: {tensor_rule(model, module, per_node)}.")
+        if not rank_degrees((tensor,), (context,), per_node):
             raise PlanError(
-                f"degrees.tensor: {degree} is not possible: {tensor_rule(model, module, cluster.devices_per_node)}."
+                f"degrees.context: {context} is not possible: tensor * context degree of module {module.name} "
+                f"({tensor * context}) must divide the devices of a node ({per_node})."
             )
-    if not groups_fit_nodes(plan.degrees, cluster.devices_per_node):
+    if not groups_fit_nodes(degrees, per_node):
+        name = "tensor" if degrees.context == 1 else "context"
         raise PlanError(
-            f"degrees.tensor: {plan.degrees.tensor} puts devices that share layers on two nodes of "
-            f"{cluster.devices_per_node}. Put the larger degrees where they divide the places before them."
+            f"degrees.{name}: {getattr(degrees, name)} puts devices of one pipeline rank on two nodes of {per_node}. "
+            "Put the larger degrees where they divide the places before them."
         )
 
 

@@ -133,6 +133,7 @@ class _Space:
                 ticks=PartTicks(layer=parts[0], first=parts[1], last=parts[2], stage=parts[3]),
                 mib=self.estimator.mib(item, count, one_in_flight=self.one_in_flight),
                 tensor=item.tensor if set(item.tensor) != {1} else (),
+                context=item.context if set(item.context) != {1} else (),
                 recompute=item.recompute if any(item.recompute) else (),
                 ranks=item.ranks,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from entrain_opt.plan import Plan, Provenance
@@ -32,7 +33,7 @@ def plan_table(plan: Plan, *, limit_bytes: int | None = None) -> Group:
     for rank in range(degrees.pipeline):
         held = [stage for stage in plan.stages if stage.rank == rank]
         cells = [
-            _global_ranks(plan, rank),
+            listed_ranks(plan, rank),
             "\n".join(stage.module for stage in held),
             "\n".join(f"{stage.layers[0]} to {stage.layers[1] - 1}" for stage in held),
             f"{_bar(busy[rank])} {busy[rank]:.0%}" if rank < len(busy) else "",
@@ -68,6 +69,8 @@ def plan_sentences(plan: Plan) -> list[str]:
             f"{predicted.samples_per_second:,.4g} samples/s, {predicted.tokens_per_second:,.4g} tokens/s, "
             f"bubble {predicted.bubble_share:.1%}" + (f", MFU {utilization:.1%}" if utilization is not None else "")
         )
+    if (context := _per_module(plan, degrees_of="context")) is not None:
+        lines.append(f"samples divided over devices: context {context}; planned only, training does not execute this")
     caps = [
         f"{value:,} {what} in flight"
         for what, value in (("patches", plan.patches_in_flight), ("tokens", plan.tokens_in_flight))
@@ -80,7 +83,7 @@ def plan_sentences(plan: Plan) -> list[str]:
     runner_up = next((c for c in provenance.candidates if c.get("outcome") != "chosen"), None)
     if runner_up is not None:
         lines.append(
-            f"runner-up: data {runner_up['data']} x pipeline {runner_up['pipeline']}{_extra(runner_up)}, "
+            f"runner-up: data {runner_up['data']} x pipeline {runner_up['pipeline']}{candidate_words(runner_up)}, "
             f"{runner_up['num_microbatches']} microbatches, {runner_up['stages']}: {runner_up['outcome']}"
         )
     return lines
@@ -94,14 +97,21 @@ def _degrees(plan: Plan) -> str:
     else:
         chain = f"{degrees.pipeline} pipeline rank{'s' * (degrees.pipeline > 1)}"
     tensor = ""
-    if degrees.tensor != 1:
-        of_module = {stage.module: degrees.tensor_of(stage.rank) for stage in plan.stages}
-        tensor = f" of {' + '.join(f'{count} {name}' for name, count in of_module.items())} devices"
-        tensor += f" ({degrees.replica_size} per replica)"
+    if (widths := _per_module(plan)) is not None:
+        tensor = f" of {widths} devices ({degrees.replica_size} per replica)"
     recompute = sorted({stage.module for stage in plan.stages if stage.recompute})
     return f"{degrees.world_size} ranks = {replicas} x {chain}{tensor}" + (
         f", recompute in {' and '.join(recompute)}" if recompute else ""
     )
+
+
+def _per_module(plan: Plan, degrees_of: str = "devices") -> str | None:
+    """`2 vision + 1 llm`: devices of a pipeline rank, or their `context` degree; None where all are 1."""
+    counts = plan.degrees.context_degrees if degrees_of == "context" else plan.degrees.widths
+    if set(counts) == {1}:
+        return None
+    of_module = {stage.module: counts[stage.rank] for stage in plan.stages}
+    return " + ".join(f"{count} {name}" for name, count in of_module.items())
 
 
 def _proof(provenance: Provenance) -> str:
@@ -123,22 +133,21 @@ def _proof(provenance: Provenance) -> str:
     )
 
 
-def _extra(candidate: dict[str, Any]) -> str:
-    """Tensor degrees and recompute of a candidate, where it has any."""
-    tensor = "".join(f", {name} on {count}" for name, count in candidate.get("tensor", {}).items())
+def candidate_words(candidate: Mapping[str, Any]) -> str:
+    """Tensor and context degrees and recompute of a candidate of a plan file, where it has any."""
+    degrees = "".join(f", {name} on {count}" for name, count in candidate.get("tensor", {}).items())
+    degrees += "".join(f", {name} in {c} parts" for name, c in candidate.get("context", {}).items() if c > 1)
     recompute = candidate.get("recompute")
-    return tensor + (f", recompute in {' and '.join(recompute)}" if recompute else "")
+    return degrees + (f", recompute in {' and '.join(recompute)}" if recompute else "")
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:
     return next((c for c in plan.provenance.candidates if c.get("outcome") == "chosen"), {})
 
 
-def _global_ranks(plan: Plan, rank: int) -> str:
+def listed_ranks(plan: Plan, rank: int) -> str:
     """Global ranks that hold this pipeline rank."""
-    degrees = plan.degrees
-    tensor_ranks = range(degrees.tensor_of(rank))
-    ranks = [degrees.global_rank(replica, rank, t) for replica in range(degrees.data) for t in tensor_ranks]
+    ranks = plan.degrees.global_ranks(rank)
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"

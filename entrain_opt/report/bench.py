@@ -44,7 +44,7 @@ class Trial:
         policy, schedule: by name.
         num_microbatches: asked for, per replica.
         step_seconds: iteration time; the slowest replica decides.
-        bubble_share: idle share of all ranks of all replicas.
+        bubble_share: idle share of all devices.
         times_bound: pipeline time over what no schedule of the same assignment can beat.
         encoder_imbalance, llm_imbalance: largest over mean load of the microbatches of all replicas; 1 is even.
         deferred_samples: per global batch.
@@ -269,7 +269,7 @@ class Bench:
         bound = work_bound(costs, assignment, self.plan.pipeline_shape)
         return {
             "step_seconds": timeline.makespan_seconds,
-            "bubble_share": timeline.bubble_share,
+            "bubble_share": timeline.bubble_share_of_devices(self.plan.degrees.widths),
             "times_bound": timeline.pipeline_seconds / bound if bound > 0 else 1.0,
             "encoder_imbalance": statistics.encoder.max_over_mean,
             "llm_imbalance": statistics.llm.max_over_mean,

@@ -259,7 +259,10 @@ def _sentence(own: Trial, baseline: Trial | None, plan: Plan, bench: Bench) -> s
         listed = [f"{'the LLM' if name == 'llm' else name} on {len(ranks)}" for name, ranks in ranks_of.items()]
         shared = sum(map(len, ranks_of.values())) - degrees.pipeline
         listed += [f"sharing {shared}"] if shared else []
-        copies += f"{'' if degrees.data == 1 else ', each'} cut over {degrees.pipeline} devices ({', '.join(listed)}),"
+        cut = f"{degrees.pipeline} devices"
+        if degrees.replica_size > degrees.pipeline:
+            cut = f"{degrees.pipeline} ranks of {degrees.replica_size} devices in all"
+        copies += f"{'' if degrees.data == 1 else ', each'} cut over {cut} ({', '.join(listed)}),"
     text = (
         f"{copies} should take {format_seconds(own.step_seconds)} per step; devices wait {own.bubble_share:.0%} of the "
         "pipeline's time."

@@ -9,6 +9,7 @@ from typing import Any
 
 from entrain_opt.cost import CostModel
 from entrain_opt.plan import Plan
+from entrain_opt.planner.table import candidate_words, listed_ranks
 from entrain_opt.report.bench import Trial
 from entrain_opt.report.views import MemoryPeakView, TableView
 from entrain_opt.simulator import Timeline
@@ -25,13 +26,11 @@ def stages_table(plan: Plan, costs: CostModel, timeline: Timeline, peaks: Memory
     rows = []
     for rank in range(plan.degrees.pipeline):
         held = [stage for stage in plan.stages if stage.rank == rank]
-        ranks = [plan.degrees.global_rank(replica, rank) for replica in range(plan.degrees.data)]
-        listed = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
         trained = [costs.model.module(stage.module).anything_trained for stage in held]
         rows.append(
             (
                 str(rank),
-                listed,
+                listed_ranks(plan, rank),
                 ", ".join(stage.module for stage in held),
                 ", ".join(f"{stage.layers[0]} to {stage.layers[1] - 1}" for stage in held),
                 "yes" if all(trained) else "in part" if any(trained) else "frozen",
@@ -64,7 +63,7 @@ def candidates_table(plan: Plan) -> TableView | None:
             faint.append(index)
         rows.append(
             (
-                f"{candidate['data']} x {candidate['pipeline']}",
+                f"{candidate['data']} x {candidate['pipeline']}{candidate_words(candidate)}",
                 str(candidate["num_microbatches"]),
                 _short_stages(str(candidate["stages"])),
                 format_seconds(float(candidate["closed_form_seconds"])),

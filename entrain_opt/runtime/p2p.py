@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from entrain_opt.plan import Plan
+from entrain_opt.runtime.executable import check_context
 from entrain_opt.runtime.tensor_group import TensorGroup
 from entrain_opt.runtime.waiting import Incoming, Outgoing, WaitLog
 from entrain_opt.schedule.actions import Message
@@ -90,7 +91,11 @@ def make_groups(
         tied_stages: stages that hold copies of one tied parameter.
         timeout_seconds: of a message; None takes PyTorch's own, half an hour.
         waits: where this rank notes what it waits for.
+
+    Raises:
+        RuntimeConfigError: the plan has context degrees above 1.
     """
+    check_context(plan)
     waits = waits or WaitLog()
     if not dist.is_initialized():
         return PipelineGroups(replica=0, pipeline_rank=0, waits=waits)

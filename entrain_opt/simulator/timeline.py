@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -103,6 +104,14 @@ class Timeline:
     def bubble_share(self) -> float:
         """Mean over all ranks of all replicas."""
         return float(self.bubble_share_of_rank.mean())
+
+    def bubble_share_of_devices(self, widths: Sequence[int]) -> float:
+        """Mean over all devices of all replicas.
+
+        Args:
+            widths: devices of each rank.
+        """
+        return float(np.average(self.bubble_share_of_rank.mean(axis=0), weights=widths))
 
     @property
     def peak_bytes(self) -> FloatArray:

@@ -95,6 +95,8 @@ class ModuleSpec:
     """Encoder layers behind which features are also projected and added inside the language model's first layers."""
     bidirectional_media: bool = False
     """Whether the language model's tokens of one picture see each other in both directions."""
+    drops_inside: bool = False
+    """Whether attention or feed-forward drop values while they train, between the matrices of a layer."""
 
     def __post_init__(self) -> None:
         if self.layer_kinds and sorted(i for kind in self.layer_kinds for i in kind.layers) != [

@@ -10,6 +10,7 @@ from family_models import CASES
 from test_families import plan_of, write_family
 from test_tensor import ONE
 
+from entrain_opt.cost.tensor import tensor_degrees
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees
 from entrain_opt.runtime.families import read_family
@@ -19,6 +20,7 @@ from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.runtime.tensor_group import TensorGroup
 from entrain_opt.runtime.tensor_layers import BY_COLUMNS, BY_ROWS, check_tensor, divide
 from entrain_opt.runtime.trained import check_divisible
+from entrain_opt.spec import ModelSpec
 
 
 def parts_of(folder, plan, size, **fields):
@@ -119,6 +121,13 @@ def test_what_cannot_be_divided_is_refused_before_anything_starts(tmp_path, name
     with pytest.raises(RuntimeConfigError, match=message):
         check_tensor(folder, plan_of(folder, name, (), (), tensor=tensor))
     check_tensor(folder, plan_of(folder, name, (), ()))
+    # The planner knows, so it makes no such plan.
+    spec = ModelSpec.from_pretrained(folder)
+    possible = {module.name: tensor_degrees(spec, module, (1, tensor), 4) for module in spec.modules}
+    refused = message.split()[0]
+    assert possible.pop(refused) == [1]
+    if changes:
+        assert list(possible.values()) == [[1, tensor]]
 
 
 def test_a_norm_over_all_heads_is_refused_unless_it_is_known(tmp_path):

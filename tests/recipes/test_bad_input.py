@@ -160,4 +160,5 @@ def test_layers_that_devices_cannot_share_exactly(tmp_path):
     config = json.loads(path.read_text())
     config["text_config"]["attention_dropout"] = 0.1
     path.write_text(json.dumps(config))
-    assert_fails(tmp_path, recipe, expected=["degrees.tensor: llm has degree 2", "dropout inside", "give module llm"])
+    impossible = "tensor_degrees: none of [2] is possible: module llm has dropout inside its layers"
+    assert_fails(tmp_path, recipe, command="plan", expected=[impossible, "Add 1 to it"])

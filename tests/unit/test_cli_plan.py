@@ -116,6 +116,23 @@ def test_all_of_the_space_is_planned(folder):
     assert all(stage.recompute for stage in plan.stages)
 
 
+def test_samples_divided_over_devices_are_planned_and_compared(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "220")
+    output = folder / "context.yaml"
+    changes = ["context=1,1+2", "tensor=1"]
+    divided = ["--context-degrees", "2", "--output", str(output), "--what-if", *changes]
+    assert main(flags(folder, *divided)) == 0
+    said, _, table = capsys.readouterr().out.partition("What if")
+    assert "samples divided over devices: context 2 vision + 2 llm; planned only" in said
+    assert set(Plan.read(output).degrees.context_degrees) == {2}
+    rows = [line for line in table.splitlines() if "A100" in line]
+    assert len(rows) == 3
+    assert "1+2" in rows[2]
+    assert ["context 2+2" in row for row in rows[:2]] == [True, False]
+    assert main(flags(folder, "--output", str(output), "--what-if", "context=1,two")) == 1
+    assert "--what-if context: expected degrees to consider, like 1+2+4, found 'two'" in capsys.readouterr().err
+
+
 def test_a_cluster_file_brings_its_devices(folder):
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump({"device": {"name": "mine", "based_on": "A100-80GB"}, "devices_per_node": 4}))
@@ -146,6 +163,7 @@ def test_what_is_missing_or_wrong_is_named(words, message, capsys):
 
 def test_what_if_names_its_keys():
     assert parse_changes(["devices=2,4", "frozen=none"]) == {"devices": ["2", "4"], "frozen": ["none"]}
+    assert parse_changes(["context=1,1+2"]) == {"context": ["1", "1+2"]}
     for text in ("gpus=3", "devices", "devices="):
         with pytest.raises(RuntimeConfigError, match="--what-if: expected one of device=VALUE"):
             parse_changes([text])

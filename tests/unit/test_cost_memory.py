@@ -5,6 +5,7 @@ from planner_cases import make_costs, make_model, make_plan, make_samples
 
 from entrain_opt.cost import memory
 from entrain_opt.cost.precision import find_precision, precisions
+from entrain_opt.plan import ParallelDegrees
 
 FULL = find_precision("32-true")
 
@@ -63,8 +64,8 @@ def test_frozen_towers_hold_one_layer_of_activations():
     trained, frozen = make_costs(), make_costs(model=make_model(frozen=("vision_tower", "projector")))
     first = plan.stages[0]
     per_layer = memory.layer_activation_bytes(trained.model.encoders[0], FULL)
-    assert frozen.activation_bytes(first, samples) == per_layer
-    assert trained.activation_bytes(first, samples) > 6 * per_layer
+    assert frozen.activation_bytes(first, samples, ParallelDegrees()) == per_layer
+    assert trained.activation_bytes(first, samples, ParallelDegrees()) > 6 * per_layer
 
 
 def test_logits_are_the_vocabulary_in_several_copies():

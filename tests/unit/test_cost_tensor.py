@@ -66,7 +66,8 @@ def test_activations_are_divided_but_for_the_norms():
 def test_recompute_keeps_the_layers_input_and_runs_forward_again():
     llm, samples = COSTS.model.llm, make_samples(10)
     kept, again = (StagePlan(module="llm", layers=(1, 5), rank=0, recompute=r) for r in (False, True))
-    assert COSTS.activation_bytes(again, samples) == 4 * 4 * llm.hidden_size < COSTS.activation_bytes(kept, samples)
+    held, least = (COSTS.activation_bytes(stage, samples, ParallelDegrees()) for stage in (kept, again))
+    assert least == 4 * 4 * llm.hidden_size < held
     forward, backward, redone = (
         COSTS.stage_lines(llm, (1, 5), backward=b, recompute=r)[1].token_seconds
         for b, r in ((False, False), (True, False), (True, True))
@@ -81,6 +82,14 @@ def test_degrees_divide_heads_widths_and_nodes():
     llm = COSTS.model.llm
     assert tensor_degrees(COSTS.model, llm, (1, 2, 3, 4, 5, 8), 4) == [1, 2, 4]
     assert tensor_degrees(COSTS.model, llm, (8,), 4) == []
+
+
+def test_a_module_with_dropout_inside_its_layers_is_not_divided():
+    model = COSTS.model
+    dropping = replace(model.llm, drops_inside=True)
+    assert tensor_degrees(model, dropping, (1, 2, 4), 4) == [1]
+    assert tensor_degrees(model, dropping, (2, 4), 4) == []
+    assert tensor_rule(model, dropping, 4).startswith("module llm has dropout inside its layers")
 
 
 def test_the_rule_names_every_size_that_a_degree_must_divide():

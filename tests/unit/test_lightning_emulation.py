@@ -50,6 +50,16 @@ def test_replicas_keep_their_work_and_the_whole_plan_reduces(parts):
     assert found.costs.batch_costs(samples, found.plan).stages.reduce_seconds == whole != part
 
 
+def test_one_process_stands_for_all_devices_of_a_rank(parts):
+    samples, costs = parts
+    divided = replace(PLAN, degrees=ParallelDegrees(data=2, pipeline=2, context=(1, 2)))
+    found = rehearse(Emulation(), divided, costs, samples)
+    assert found.plan.degrees == ParallelDegrees(data=2, pipeline=2)
+    forward = found.costs.batch_costs(samples, found.plan).stages.forward_seconds
+    np.testing.assert_array_equal(forward[1], costs.batch_costs(samples, divided).stages.forward_seconds[1])
+    assert (forward[1] != costs.batch_costs(samples, PLAN).stages.forward_seconds[1]).all()
+
+
 def test_scale_makes_the_fastest_stage_long_enough_to_wait_for(parts):
     samples, costs = parts
     scale = rehearse(Emulation(), PLAN, costs, samples).scale

@@ -107,6 +107,10 @@ def test_shares_come_from_the_plan_if_it_was_made_from_such_costs(samples, plan)
     assert by_table["llm"] > by_plan["llm"] + 0.05
 
 
+def test_no_plan_that_cannot_be_trained_is_recommended(samples, plan):
+    assert DriftWatch(plan, samples, COSTS, replace(OPTIONS, context_degrees=(1, 2))).options == OPTIONS
+
+
 def test_memory_of_the_watch_is_bounded(samples, plan):
     watch = DriftWatch(plan, samples, COSTS, OPTIONS)
     for _ in range(1000):

@@ -13,6 +13,7 @@ from entrain_opt.planner.demand import estimate_demand
 from entrain_opt.planner.replay import Replayer, recomputed_bytes
 from entrain_opt.planner.search import Ranked
 from entrain_opt.planner.solve import solve_instance
+from entrain_opt.simulator import simulate
 
 
 def test_a_stage_recomputes_the_media_of_its_own_encoder_only():
@@ -26,7 +27,10 @@ def test_a_stage_recomputes_the_media_of_its_own_encoder_only():
     batch = costs.batch_costs(samples, plan)
     assignment = assign_microbatches(batch, plan.pipeline_shape, num_replicas=1, num_microbatches=1)
     patches = [samples.media_patches[samples.media_kind == kind].sum() for kind in (0, 1)]
-    expected = [costs.layer_bytes(stage) * amount for stage, amount in zip(plan.stages, (*patches, 0), strict=True)]
+    expected = [
+        costs.layer_bytes(stage, plan.degrees) * amount
+        for stage, amount in zip(plan.stages, (*patches, 0), strict=True)
+    ]
     np.testing.assert_allclose(recomputed_bytes(costs, plan, batch, assignment), [expected])
 
 
@@ -42,7 +46,7 @@ def test_the_largest_microbatch_of_each_replica_counts():
             batch.tokens[(assignment.replica == replica) & (assignment.llm_microbatch == microbatch)].sum()
             for microbatch in range(int(assignment.num_microbatches[replica]))
         ]
-        assert found[replica, 1] == pytest.approx(costs.layer_bytes(plan.stages[1]) * max(tokens))
+        assert found[replica, 1] == pytest.approx(costs.layer_bytes(plan.stages[1], plan.degrees) * max(tokens))
 
 
 def test_what_is_kept_of_a_plan_without_recompute_is_not_taken_for_one_with():
@@ -55,6 +59,20 @@ def test_what_is_kept_of_a_plan_without_recompute_is_not_taken_for_one_with():
     kept.replay(plain, num_batches=4, num_replicas=1)
     fresh = Replayer(costs, demand, options).replay(again, num_batches=4, num_replicas=1)
     assert kept.replay(again, num_batches=4, num_replicas=1) == fresh
+
+
+@pytest.mark.parametrize("degree", ["tensor", "context"])
+def test_a_wait_of_a_wide_rank_is_a_wait_of_all_its_devices(degree):
+    samples, costs = make_samples(60), make_costs(devices=4)
+    plan = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)])
+    plan = replace(plan, degrees=replace(plan.degrees, **{degree: (1, 3)}))
+    demand = estimate_demand(samples, costs, 16)
+    found = Replayer(costs, demand, PlanOptions(cost_model="analytic")).replay(plan, num_batches=1, num_replicas=1)
+    batch, shape = costs.batch_costs(samples.take(demand.rows[0]), plan), plan.pipeline_shape
+    assignment = assign_microbatches(batch, shape, num_microbatches=4, policy="pairwise", schedule="1f1b")
+    idle = simulate(batch, assignment, shape, schedule="1f1b").bubble_share_of_rank[0]
+    assert found.bubble_share == pytest.approx((idle[0] + 3 * idle[1]) / 4)
+    assert abs(idle[0] - idle[1]) > 0.05
 
 
 def test_replicas_kept_of_a_plan_are_not_those_of_a_plan_with_another_policy():

@@ -124,3 +124,20 @@ def test_a_plan_written_by_hand_has_a_table_too():
     text = console.export_text()
     assert "0, 2, ... 14" in text
     assert "per step" not in text
+
+
+def test_a_plan_that_the_caller_cannot_run_is_refused_from_a_file_before_the_data_is_read(run, tmp_path):
+    asked = []
+
+    def refuse(plan):
+        asked.append(plan)
+        raise RuntimeConfigError("not on this machine")
+
+    with pytest.raises(RuntimeConfigError, match="not on this machine"):
+        run(accept=refuse)
+    path = tmp_path / "plan.yaml"
+    run().plan.write(path)
+    with pytest.raises(RuntimeConfigError, match="not on this machine"):
+        run(accept=refuse, plan=path, dataset=tmp_path / "nowhere.jsonl")
+    assert asked == [run().plan] * 2
+    assert run(accept=asked.append).plan == asked[-1]

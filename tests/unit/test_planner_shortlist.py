@@ -72,7 +72,9 @@ def test_bounds_hold_for_every_layout():
 
 
 def test_the_copy_of_a_tied_head_is_stepped_as_a_head_of_its_own_is():
-    layout = Layout(degrees=ParallelDegrees(data=1, pipeline=2), tensor=(1, 1), recompute=(False, False))
+    layout = Layout(
+        degrees=ParallelDegrees(data=1, pipeline=2), tensor=(1, 1), context=(1, 1), recompute=(False, False)
+    )
     updates = []
     for tied in (True, False):
         costs = CostModel(make_model(tied=tied), ClusterSpec(devices_per_node=2))

@@ -70,7 +70,7 @@ def test_what_the_user_fixes_stays_fixed():
     plan = solve(4, data_degree=2, num_microbatches=5, schedule="eager", policy="in_order")
     assert (plan.degrees.data, plan.degrees.pipeline, plan.num_microbatches) == (2, 2, 5)
     assert (plan.schedule, plan.policy) == ("eager", "in_order")
-    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible with one tensor degree"):
+    with pytest.raises(PlanError, match=r"data_degree = 3.*Possible with the same degrees"):
         solve(4, data_degree=3)
 
 

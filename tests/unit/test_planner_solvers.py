@@ -31,7 +31,7 @@ def random_instance(seed: int, *, large: bool = False, small: bool = False) -> I
         return PartTicks(layer=pair(limit, 1), first=pair(limit), last=pair(limit), stage=pair(limit))
 
     def choice(pipeline: int, count: int) -> Choice:
-        apart = pipeline >= 2 and draw.random() < 0.4  # Different tensor degrees: the modules' ranks are given.
+        apart = pipeline >= 2 and draw.random() < 0.4  # Different degrees: the modules' ranks are given.
         first = draw.randint(max(1, pipeline - num_layers[1]), min(pipeline - 1, num_layers[0])) if apart else 0
         return Choice(
             data=12 // pipeline,
@@ -42,6 +42,7 @@ def random_instance(seed: int, *, large: bool = False, small: bool = False) -> I
             ticks=part(ticks),
             mib=tuple(part(mib) for _ in range(pipeline)),
             tensor=(2, 1) if apart else (),
+            context=(1, 2) if apart and count > 1 else (),
             recompute=(draw.random() < 0.5, draw.random() < 0.5),
             ranks=(first, pipeline - first) if apart else (),
         )

@@ -9,6 +9,7 @@ from planner_cases import make_model, make_plan, make_samples
 from entrain_opt import BatchCosts, PipelineShape, assign_microbatches, simulate
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import PlanError, WorkloadError
+from entrain_opt.plan import ParallelDegrees
 from entrain_opt.planner import PlanOptions, solve_plan
 from entrain_opt.planner.demand import estimate_demand
 from entrain_opt.planner.limits import with_memory_caps
@@ -61,7 +62,8 @@ def test_what_a_stage_holds_follows_from_its_own_media():
     stage = make_plan([*PARALLEL, ("llm", 0, 4, 2)]).stages[0]
     is_audio = samples.media_kind == MEDIA_KINDS.index("audio")
     merging = replace(samples, media_tokens=np.where(is_audio, 1, samples.media_tokens))
-    assert costs.activation_bytes(stage, samples) == costs.activation_bytes(stage, merging)
+    one, two = (costs.activation_bytes(stage, table, ParallelDegrees()) for table in (samples, merging))
+    assert one == two
 
 
 def test_media_without_an_encoder_name_the_sample():

@@ -91,5 +91,6 @@ def read_audio(
         input_width=2 * 3 * mel + 3 * hidden,
         unused_parameters=unused,
         layer_kinds=(kind,),
+        drops_inside=audio.drops("attention_dropout", "activation_dropout"),
     )
     return module, width

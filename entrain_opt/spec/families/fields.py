@@ -49,6 +49,18 @@ class Fields:
             raise RuntimeConfigError(f"{self.where}: {name}: expected true or false, found {value!r}.")
         return value
 
+    def drops(self, *names: str) -> bool:
+        """Whether any of these rates of dropout is above 0.
+
+        Raises:
+            RuntimeConfigError: a rate is not a number from 0 to below 1.
+        """
+        for name in names:
+            rate = self.values.get(name, 0.0)
+            if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+                raise RuntimeConfigError(f"{self.where}: {name}: expected a number from 0 to below 1, found {rate!r}.")
+        return any(self.values.get(name, 0.0) > 0 for name in names)
+
     def count(self, *names: str, minimum: int = 1) -> int:
         """A whole number, under any of its names.
 

@@ -65,4 +65,5 @@ def _read_pixtral(given: Mapping[str, Any], where: str) -> ModuleSpec:
         input_parameters=width * hidden + hidden,
         output_parameters=0,
         input_width=width,
+        drops_inside=vision.drops("attention_dropout"),
     )

@@ -164,6 +164,7 @@ def read_text(given: Mapping[str, Any] | None, where: str, *, default: str, fixe
         output_parameters=hidden + vocabulary * hidden,
         vocabulary_size=vocabulary,
         layer_kinds=() if plain else kinds,
+        drops_inside=text.drops("attention_dropout"),
     )
     return TextModel(
         module=module, max_tokens=text.count("max_position_embeddings"), tied=text.flag("tie_word_embeddings")

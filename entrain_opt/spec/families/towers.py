@@ -94,6 +94,7 @@ def read_tower(
         output_parameters=output,
         input_width=width,
         unused_parameters=unused,
+        drops_inside=vision.drops("attention_dropout", "projection_dropout"),
     )
 
 
