@@ -152,6 +152,10 @@ class Family(ABC):
             As `encoder_shape` says, or [F, feature width] after the last layer and the projector.
         """
 
+    @abstractmethod
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        """Shape of one of the rows that `input_rows` counts: a tile, a patch or a clip's mel frames."""
+
     def image_settings(self) -> dict[str, Any]:
         """What the family's combined processor tells its image processor, whatever that one's own file says."""
         return {}

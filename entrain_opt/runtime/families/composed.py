@@ -132,6 +132,9 @@ class ComposedFamily(Family):
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         return self.encoders[unit.module].family.input_rows(unit)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return self.encoders[module].family.row_shape(module)
+
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         encoder = self.encoders[unit.module]
         return encoder.family.encode(encoder.view(model), hidden, layers, unit)

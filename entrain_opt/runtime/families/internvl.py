@@ -58,6 +58,9 @@ class InternVLFamily(Family):
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.segments), self.rows, self.vision.hidden_size)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.num_channels, *[_side(self.vision.image_size)] * 2)
+
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         inner: Any = model.model
         tower = inner.vision_tower

@@ -68,6 +68,9 @@ class NativeResolutionFamily(Family):
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         return unit.patches
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2,)
+
     def grids(self, unit: MediaUnit, device: torch.device) -> Tensor:
         """[items, 3] frames, rows and columns of patches."""
         return torch.tensor([shape[:3] for shape in unit.shapes], dtype=torch.long, device=device)
