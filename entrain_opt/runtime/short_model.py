@@ -57,7 +57,7 @@ def shorten(model_folder: Path, short_folder: Path, *, frozen: Sequence[str], we
     for module in whole.modules:
         chosen = typical_layers(module, max(1, MOST_WEIGHT_BYTES // (module.layer_parameters * weight_bytes)))
         if module is whole.llm:
-            _keep_text_layers(config.text_config, chosen)
+            _keep_text_layers(config.text_config, module, chosen)
             layers[module.name] = (0, len(chosen))
         else:
             _keep_encoder_layers(config, module.name, chosen)
@@ -80,9 +80,13 @@ def typical_layers(module: ModuleSpec, most: int) -> list[int]:
     return sorted(layer for kind, count in zip(kinds, counts, strict=True) for layer in kind.layers[:count])
 
 
-def _keep_text_layers(text: Any, chosen: list[int]) -> None:
+def _keep_text_layers(text: Any, module: ModuleSpec, chosen: list[int]) -> None:
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in chosen]
+    if hasattr(text, "mlp_only_layers"):
+        sparse = {layer for kind in module.kinds if kind.num_experts for layer in kind.layers}
+        text.mlp_only_layers = [index for index, layer in enumerate(chosen) if layer not in sparse]
+        text.decoder_sparse_step = 1
     text.num_hidden_layers = len(chosen)
 
 

@@ -16,24 +16,34 @@ from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED
 from entrain_opt.runtime.measure import combine_passes, fit_modules, measure_costs
 from entrain_opt.runtime.measure_pieces import typical_units
 from entrain_opt.runtime.measure_worker import MeasureWorker
-from entrain_opt.runtime.short_model import typical_layers
+from entrain_opt.runtime.short_model import shorten, typical_layers
 from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.media import media_rule
 from entrain_opt.workload.samples import MEDIA_KINDS, SampleTable
 
 MODELS = Path(__file__).parents[2] / "models"
-FOLDERS = ("idefics3", *sorted(path.name for path in MODELS.glob("tiny-*")))
+FOLDERS = ("idefics3", "experts", *sorted(path.name for path in MODELS.glob("tiny-*")))
 #: Passes of more tokens are left out here: what is tested does not depend on them.
 MOST_TOKENS = 200
 
 
 @pytest.fixture
 def folder_of(tmp_path):
-    """The shipped folder of a family; that of Idefics3 is SmolVLM's under other names."""
+    """A shipped folder, or one made of them: Idefics3 is SmolVLM under other names."""
 
     def find(name):
+        if name == "experts":
+            shutil.copytree(MODELS / "tiny-internvl", tmp_path / name)
+            config = json.loads((tmp_path / name / "config.json").read_text())
+            config = {key: config[key] for key in ("vision_config", "text_config", "image_token_id")}
+            config |= {"model_type": "entrain_composed", "vision_projector": {"kind": "linear", "merge": 2}}
+            config["text_config"] |= {
+                "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                "decoder_sparse_step": 2, "head_dim": 24,
+            }  # fmt: skip
+            (tmp_path / name / "config.json").write_text(json.dumps(config))
         if name != "idefics3":
-            return MODELS / name
+            return tmp_path / name if (tmp_path / name).exists() else MODELS / name
         shutil.copytree(MODELS / "tiny-smolvlm", tmp_path / name)
         for path in (tmp_path / name).glob("*config.json"):
             path.write_text(path.read_text().replace("smolvlm", "idefics3").replace("SmolVLM", "Idefics3"))
@@ -135,6 +145,16 @@ def test_layers_of_every_kind_stand_for_the_whole():
     llama = ModelSpec.from_pretrained(MODELS / "qwen2_5-vit-llama3_2-3b").llm
     assert typical_layers(llama, 1) == [0]
     assert typical_layers(llama, 9) == [0, 1, 2]
+
+
+def test_a_short_model_has_experts_where_its_layers_had_them(folder_of, tmp_path):
+    folder = folder_of("experts")
+    short = shorten(folder, tmp_path / "short", frozen=(), weight_bytes=4)
+    assert [kind.num_experts for kind in ModelSpec.from_pretrained(folder).llm.kinds] == [4, 0]
+    assert {kind.num_experts: len(kind.layers) for kind in short.spec.llm.kinds} == {4: 2, 0: 1}
+    with torch.device("meta"):
+        layers = short.family.language_model(short.family.build()).layers
+    assert [hasattr(layer.mlp, "experts") for layer in layers] == [False, True, True]
 
 
 def test_a_frozen_tower_has_no_backward_but_its_projector_has(tmp_path):

@@ -73,6 +73,10 @@ class InternVLFamily(Family):
             return hidden
         if self.uses_norm:
             hidden = tower.layernorm(hidden)
+        return self.project(inner, hidden)
+
+    def project(self, inner: Any, hidden: Tensor) -> Tensor:
+        """[tiles, rows, vision width] of the last layer -> [features, llm width]."""
         side = int((self.rows - 1) ** 0.5)
         grid = hidden[:, 1:].reshape(len(hidden), side, side, -1)
         merged = inner.pixel_shuffle(grid, scale_factor=self.config.downsample_ratio)
