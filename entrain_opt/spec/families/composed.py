@@ -23,8 +23,8 @@ has none for patches). The class token, if any, is dropped first.
 
 To train it, the config needs `image_token_id` and `audio_token_id`, rows of the embedding that the chat template's
 placeholders have. Towers that are executed: CLIP, SigLIP, InternVL's, Idefics3's, SmolVLM's, Qwen2.5-VL's, Qwen3-VL's,
-Whisper's, Qwen2-Audio's; language models: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Mixtral, Qwen3-MoE. The others are planned for only.
-Weights of parts lie in folders of their own:
+Whisper's, Qwen2-Audio's; language models: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Mixtral, Qwen3-MoE. The others are
+planned for only. Weights of parts lie in folders of their own:
 
     "weights": {"vision_tower": "../Qwen2.5-VL-3B-Instruct", "language_model": "../Llama-3.2-1B"}
 
