@@ -12,8 +12,9 @@ from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED,
 
 
 class InternVLFamily(Family):
-    """`InternVLForConditionalGeneration`, images only."""
+    """`InternVLForConditionalGeneration`; each frame of a video is one tile."""
 
+    executes_videos = True
     text_types = LLAMA_LIKE
     encoder_types = ("internvl_vision",)
 
