@@ -23,7 +23,7 @@ from entrain_opt.spec.model import ModelSpec
 
 _COLUMNS = ("square_seconds", "token_seconds", "segment_seconds", "fixed_seconds")
 #: Part of the cache key; grows when measuring or fitting changes.
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

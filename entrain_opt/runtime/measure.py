@@ -7,10 +7,10 @@
 3. Medians over rounds, means over workers, and a non-negative least-squares line for each piece. On CPU a process's own
    time counts, not the clock's: a plan should not depend on what else ran for a moment.
 
-Promise: what is timed is the code that the executor runs (`Family.encode`, `decode`, ...), with gradients where the
-frozen parts leave some. Price: about 17 seconds for models/tiny-llava on two free cores, half of it start-up; twice
-that on busy ones. Messages are timed between two local processes over gloo; where only one process is busy, or on CUDA,
-they are left to the cost model.
+Promise: what is timed is the code that the executor runs (`Family.encode`, `decode`, ...), of any family and of
+composed models, with gradients where the frozen parts leave some. Price: about 17 seconds for models/tiny-llava on two
+free cores, half of it start-up; twice that on busy ones. Messages are timed between two local processes over gloo;
+where only one process is busy, or on CUDA, they are left to the cost model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from entrain_opt.cost.profile import MeasuredCosts, TimedPass, fit_line, machine
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.children import run_together
 from entrain_opt.runtime.families import read_family
-from entrain_opt.runtime.families.llava import LlavaFamily
-from entrain_opt.spec.model import check_frozen
+from entrain_opt.spec.model import ModelSpec, check_frozen
+from entrain_opt.workload.media import media_rule
 
 #: A worker that takes longer has failed.
 _TOLERATED_SECONDS = 600
@@ -66,10 +66,7 @@ def measure_costs(
         raise RuntimeConfigError(f"device: expected cpu, or cuda where there is one, found {device!r}.")
     if num_processes_busy < 1:
         raise RuntimeConfigError(f"num_processes_busy: expected at least 1, found {num_processes_busy}.")
-    if type(read_family(model_folder)) is not LlavaFamily:
-        raise RuntimeConfigError(
-            f"{model_folder}: measuring costs supports models of the type llava only. Use `cost_model: analytic`."
-        )
+    _check_model(model_folder, frozen)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="entrain-profile-") as scratch:
         request = {
@@ -82,8 +79,8 @@ def measure_costs(
             "scratch": scratch,
         }
         results = _run_workers(request, Path(scratch))
-    passes = _combine([result["passes"] for result in results])
-    modules, residuals = _fit(passes)
+    passes = combine_passes([result["passes"] for result in results])
+    modules, residuals = fit_modules(passes)
     message, message_error = (
         (Line(), None)
         if "message" not in passes
@@ -124,7 +121,7 @@ def _run_workers(request: dict[str, Any], scratch: Path) -> list[dict[str, Any]]
     return [json.loads((scratch / f"result{rank}.json").read_text()) for rank in ranks]
 
 
-def _combine(results: list[dict[str, list[list[float]]]]) -> dict[str, list[TimedPass]]:
+def combine_passes(results: list[dict[str, list[list[float]]]]) -> dict[str, list[TimedPass]]:
     """Means over the workers that timed a pass; they list the same passes in the same order."""
     combined: dict[str, list[TimedPass]] = {}
     for name in dict.fromkeys(name for result in results for name in result):
@@ -141,21 +138,34 @@ def _combine(results: list[dict[str, list[list[float]]]]) -> dict[str, list[Time
     return combined
 
 
-def _fit(passes: dict[str, list[TimedPass]]) -> tuple[dict[str, ModuleCosts], dict[str, float]]:
+def fit_modules(passes: dict[str, list[TimedPass]]) -> tuple[dict[str, ModuleCosts], dict[str, float]]:
+    """Lines through timed passes named `module piece direction`, by module, and the error of each."""
     residuals: dict[str, float] = {}
-    modules: dict[str, ModuleCosts] = {}
-    for module in ("vision", "llm"):
-        parts: dict[str, PartCosts] = {}
-        for piece in ("input", "layer", "output"):
-            lines: dict[str, Line] = {}
-            # A tile's length never varies, and pieces without attention see no segments.
-            columns: Sequence[str] = ("token_seconds", "fixed_seconds")
-            if (module, piece) == ("llm", "layer"):
-                columns = ("square_seconds", "token_seconds", "segment_seconds", "fixed_seconds")
-            for direction in ("forward", "backward", "input_backward"):
-                name = f"{module} {piece} {direction}"
-                if name in passes:
-                    lines[direction], residuals[name] = fit_line(passes[name], columns=columns)
-            parts[piece] = PartCosts(**lines)
-        modules[module] = ModuleCosts(**parts)
+    parts: dict[str, dict[str, dict[str, Line]]] = {}
+    for name, timed in passes.items():
+        if name.count(" ") != 2:
+            continue
+        module, piece, direction = name.split(" ")
+        # Pieces without attention see no squares; nor do squares tell anything where all segments are of one length.
+        columns: Sequence[str] = ("token_seconds", "fixed_seconds")
+        if piece == "layer" and len({one.tokens / one.segments for one in timed}) > 1:
+            columns = ("square_seconds", "token_seconds", "segment_seconds", "fixed_seconds")
+        lines = parts.setdefault(module, {}).setdefault(piece, {})
+        lines[direction], residuals[name] = fit_line(timed, columns=columns)
+    modules = {
+        module: ModuleCosts(**{piece: PartCosts(**lines) for piece, lines in pieces.items()})
+        for module, pieces in parts.items()
+    }
     return modules, residuals
+
+
+def _check_model(model_folder: str | Path, frozen: Sequence[str]) -> None:
+    """Raise RuntimeConfigError for a model that the runtime does not execute or whose media are unknown."""
+    try:
+        read_family(model_folder)
+    except RuntimeConfigError as error:
+        raise RuntimeConfigError(
+            f"{error} What is not executed cannot be measured: plan for it with `cost_model: analytic`."
+        ) from error
+    ModelSpec.from_pretrained(model_folder, frozen=frozen)
+    media_rule(model_folder)

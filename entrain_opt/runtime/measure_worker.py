@@ -1,8 +1,8 @@
 """One process of a measurement: times the pieces of a model, forward and backward, at a range of sizes.
 
-The model is built with a few layers, so that their weights do not all sit in a small cache, and one more at each end of
-the encoder: its first stage embeds and its last one projects, and neither belongs to a layer. Run by `measure.py` as
-`python -m entrain_opt.runtime.measure_worker REQUEST`; the result is a JSON file.
+The model is built with a few layers (`short_model.py`), so that their weights do not all sit in a small cache; what is
+timed is listed in `measure_pieces.py`. Run by `measure.py` as `python -m entrain_opt.runtime.measure_worker REQUEST`;
+the result is a JSON file.
 """
 
 from __future__ import annotations
@@ -11,163 +11,53 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from entrain_opt.cost.precision import find_precision
-from entrain_opt.runtime.families import MediaUnit
 from entrain_opt.runtime.master import MasterWeights
+from entrain_opt.runtime.measure_pieces import Piece, Pieces
+from entrain_opt.runtime.short_model import shorten
+from entrain_opt.runtime.weights import materialize
+from entrain_opt.workload.media import media_rule
 
-#: Layers of each module that are timed together, and the bytes of weights above which fewer are.
-MOST_LAYERS, MOST_WEIGHT_BYTES = 3, 256 << 20
-_TILES = (1, 2, 4, 8)
-_ROWS = ((64,), (64,) * 4, (256,), (512,), (256, 256), (128,) * 8, (1024,))
-_LABELS = (16, 64, 256, 512)
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MOST_ROUNDS = 9
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Something to time.
-
-    Attributes:
-        name: `module piece`.
-        squares, tokens, segments: what one layer computes on.
-        layers: that run in one pass; times are divided by them.
-        leaf: the input whose gradient is asked for; None for pixels and ids.
-        parameters: of the piece.
-        trained: whether its weights train.
-        upstream: whether gradients are asked for at its input.
-        run: leaf (or None) -> output.
-    """
-
-    name: str
-    squares: float
-    tokens: float
-    segments: float
-    layers: int
-    leaf: Tensor | None
-    parameters: list[nn.Parameter]
-    trained: bool
-    upstream: bool
-    run: Callable[[Tensor | None], Tensor]
-
-
-class _Worker:
+class MeasureWorker:
     """One process of the measurement."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        from transformers import AutoConfig
-
-        from entrain_opt.runtime.families import family_of
-        from entrain_opt.runtime.families.llava import LlavaFamily
-        from entrain_opt.runtime.weights import materialize
-
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.device = torch.device(request["device"])
         self.precision = request["precision"]
-        self.frozen = set(request["frozen"])
         self.rank, self.num_workers = request["rank"], request["num_workers"]
         if self.num_workers > 1:
             store = dist.FileStore(f"{request['scratch']}/store", self.num_workers)
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_workers)
-        config = AutoConfig.from_pretrained(request["model_folder"])
-        whole = family_of(config).num_layers()
-        self.layers = _shorten(config, whole, find_precision(self.precision).weight_bytes)
-        family = family_of(config)
-        assert isinstance(family, LlavaFamily)  # `measure` refuses the others.
-        self.family = family
-        self.config = config
+        folder = Path(request["model_folder"])
+        self.short = shorten(
+            folder,
+            Path(request["scratch"], f"short{self.rank}"),
+            frozen=request["frozen"],
+            weight_bytes=find_precision(self.precision).weight_bytes,
+        )
         with torch.device("meta"):
-            self.model = self.family.build()
+            self.model = self.short.family.build()
         materialize(self.model, {}, seed=0, dtype=torch.bfloat16 if self.precision == "bf16-true" else torch.float32)
         self.model.to(self.device)
-        self.dtype = next(self.model.parameters()).dtype
-
-    def pieces(self) -> Iterator[_Piece]:
-        """Everything to time, smallest first within a kind."""
-        tower, projector = "vision_tower" not in self.frozen, "projector" not in self.frozen
-        llm = "language_model" not in self.frozen
-        vision, text, layers = self.config.vision_config, self.config.text_config, self.layers
-        patches = (vision.image_size // vision.patch_size) ** 2
-        rows = self.family.rows_per_segment()
-        inner: Any = self.model.model
-        stack = list(inner.vision_tower.parameters())
-        for tiles in _TILES:
-            size = {"squares": float(tiles * rows**2), "tokens": float(tiles * rows), "segments": float(tiles)}
-            pixels = torch.randn(tiles, vision.num_channels, vision.image_size, vision.image_size, dtype=self.dtype)
-            pixels = pixels.to(self.device)
-            hidden = self._leaf(tiles, rows, vision.hidden_size)
-            unit = MediaUnit(
-                module="vision", segments=(1,) * tiles, patches=(rows,) * tiles, features=(patches,) * tiles
-            )
-            yield _Piece(
-                name="vision input", layers=1, leaf=None, parameters=stack, trained=tower, upstream=False, **size,
-                run=lambda _, pixels=pixels, unit=unit: self.family.encode(self.model, pixels, (0, 0), unit),  # type: ignore[misc]
-            )  # fmt: skip
-            yield _Piece(
-                name="vision layer", layers=layers["vision"], leaf=hidden, parameters=stack, trained=tower,
-                upstream=tower, **size,
-                run=lambda leaf, unit=unit: self.family.encode(  # type: ignore[misc]
-                    self.model, leaf, (1, 1 + layers["vision"]), unit
-                ),
-            )  # fmt: skip
-            end = layers["vision"] + 2
-            yield _Piece(
-                name="vision output", layers=1, leaf=hidden, parameters=list(inner.multi_modal_projector.parameters()),
-                trained=projector, upstream=tower, **{**size, "tokens": float(tiles * patches)},
-                run=lambda leaf, end=end, unit=unit: self.family.encode(  # type: ignore[misc]
-                    self.model, leaf, (end, end), unit
-                ),
-            )  # fmt: skip
-        upstream = llm or tower or projector
-        for segments in _ROWS:
-            if max(segments) > getattr(text, "max_position_embeddings", max(segments)):
-                continue
-            tokens = sum(segments)
-            offsets = [0, *torch.tensor(segments).cumsum(0).tolist()]
-            positions = torch.cat([torch.arange(length) for length in segments]).to(self.device)
-            ids = torch.randint(text.vocab_size, (tokens,), device=self.device)
-            squares = float(sum(length**2 for length in segments))
-            size = {"squares": squares, "tokens": float(tokens), "segments": float(len(segments))}
-            yield _Piece(
-                name="llm input", layers=1, leaf=None, parameters=list(inner.language_model.embed_tokens.parameters()),
-                trained=llm, upstream=False, **size,
-                run=lambda _, ids=ids: self.family.embed(self.model, ids),  # type: ignore[misc]
-            )  # fmt: skip
-            yield _Piece(
-                name="llm layer", layers=layers["llm"], leaf=self._leaf(tokens, text.hidden_size),
-                parameters=list(inner.language_model.layers.parameters()), trained=llm, upstream=upstream, **size,
-                run=lambda leaf, positions=positions, offsets=offsets: self.family.decode(  # type: ignore[misc]
-                    self.model, leaf, positions, offsets, (0, layers["llm"])
-                ),
-            )  # fmt: skip
-        for labels in _LABELS:
-            targets = torch.randint(text.vocab_size, (labels,), device=self.device)
-            head = [*inner.language_model.norm.parameters(), *self.model.lm_head.parameters()]  # type: ignore[union-attr]
-            yield _Piece(
-                name="llm output", squares=0.0, tokens=float(labels), segments=1.0, layers=1,
-                leaf=self._leaf(labels, text.hidden_size), parameters=head, trained=llm, upstream=upstream,
-                run=lambda leaf, targets=targets: nn.functional.cross_entropy(  # type: ignore[misc]
-                    self.family.logits(self.model, leaf).float(), targets, reduction="sum"
-                ),
-            )  # fmt: skip
-
-    def _leaf(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=self.dtype, device=self.device).requires_grad_()
+        self.pieces = list(Pieces(self.short, self.model, media_rule(folder)))
 
     def measure(self, budget_seconds: float) -> dict[str, list[list[float]]]:
         """Medians over rounds of every pass: name -> rows of (squares, tokens, segments, seconds)."""
-        pieces = list(self.pieces())
+        pieces = self.pieces
         clock = time.perf_counter()
         self._round(pieces)  # Warm-up: memory, caches and kernels.
         rounds = max(2, min(_MOST_ROUNDS, int(budget_seconds / max(self._slowest(time.perf_counter() - clock), 1e-3))))
@@ -188,7 +78,7 @@ class _Worker:
             passes["message"] = messages
         return passes
 
-    def _round(self, pieces: list[_Piece], *, every_direction: bool = False) -> dict[tuple[str, int], float]:
+    def _round(self, pieces: list[Piece], *, every_direction: bool = False) -> dict[tuple[str, int], float]:
         """Every pass once: (name, index of its piece) -> seconds."""
         timed: dict[tuple[str, int], float] = {}
         for index, piece in enumerate(pieces):
@@ -202,7 +92,7 @@ class _Worker:
                 timed[f"{piece.name} {direction}", index] = backward
         return timed
 
-    def _time(self, piece: _Piece, *, weights: bool, grad: bool) -> tuple[float, float]:
+    def _time(self, piece: Piece, *, weights: bool, grad: bool) -> tuple[float, float]:
         """Seconds of one forward and, with `grad`, one backward."""
         for parameter in piece.parameters:
             parameter.requires_grad_(weights)
@@ -212,6 +102,12 @@ class _Worker:
             with self._autocast():
                 output = piece.run(leaf)
             forward = self._now() - start
+        if piece.setup is not None:
+            with torch.no_grad(), self._autocast():
+                start = self._now()
+                piece.setup(leaf)
+                # A clock of coarse ticks may show the layers as free: they are not.
+                forward = max(forward - (self._now() - start), forward / 100)
         if not grad:
             return forward, 0.0
         gradient = torch.ones_like(output)
@@ -299,23 +195,9 @@ class _Worker:
         return float(slowest)
 
 
-def _shorten(config: Any, whole: dict[str, int], weight_bytes: int) -> dict[str, int]:
-    """Leave a few layers in a config; returns how many of each module are timed together."""
-    vision, text = config.vision_config, config.text_config
-    layers = {}
-    for name, part in (("vision", vision), ("llm", text)):
-        weights = part.hidden_size * (4 * part.hidden_size + 3 * part.intermediate_size) * weight_bytes
-        layers[name] = max(1, min(MOST_LAYERS, whole[name], MOST_WEIGHT_BYTES // weights))
-    # One more at each end: the first stage embeds, the last one projects, and neither belongs to a layer.
-    vision.num_hidden_layers = layers["vision"] + 2
-    config.vision_feature_layer = layers["vision"] + 2
-    text.num_hidden_layers = layers["llm"]
-    return layers
-
-
 def _main() -> None:
     request = json.loads(sys.argv[1])
-    worker = _Worker(request)
+    worker = MeasureWorker(request)
     passes = worker.measure(request["budget_seconds"])
     Path(request["scratch"], f"result{request['rank']}.json").write_text(json.dumps({"passes": passes}))
     if dist.is_initialized():

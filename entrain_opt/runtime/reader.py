@@ -141,9 +141,11 @@ class ChatReader:
             )
         length = read_video_length(media)
         chosen = self.rule.video_frames(length.num_frames, length.width, length.height, length.fps)
-        resample = self.image_processor.resample
-        frames = [frame.resize(chosen.size, resample) for frame in read_frames(media, chosen.indices)]
-        return self.family.video_rows(frames, self.image_processor)
+        resample = self.image_processor.resample if chosen.values is None else chosen.values.resample
+        frames = read_frames(media, chosen.indices)
+        for size in (chosen.first_size, chosen.size):
+            frames = frames if size is None else [frame.resize(size, resample) for frame in frames]
+        return self.family.video_rows(frames, self.image_processor, chosen.values)
 
     def shapes(self, row: int) -> list[tuple[int, ...]]:
         """Shape of each media item, from its header; see `MediaRule.image_shape`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.runtime.experts import find_experts, read_experts
 from entrain_opt.runtime.families import Family
 from entrain_opt.runtime.lora import is_adapter, plain_name
 from entrain_opt.runtime.shards import Shard
@@ -156,9 +157,15 @@ def load_safetensors(
         if not is_adapter(name) and part in (None, family.place(name).part)
     }
     divided = {plain_name(name): shard for name, shard in (shards or {}).items()}
+
     for name, stored in _find_on_disk(files, family, wanted, folder).items():
+        shape = wanted[name].shape
+        if isinstance(stored, tuple):
+            value = read_experts(stored, name, shape, files)
+        else:
+            value = _read_tensor(files[stored], stored, name, shape, divided.get(name))
         with torch.no_grad():
-            wanted[name].copy_(_read_tensor(files[stored], stored, name, wanted[name].shape, divided.get(name)))
+            wanted[name].copy_(value)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -175,10 +182,17 @@ def _weight_files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(content.keys(), single)
 
 
-def _find_on_disk(files: dict[str, Path], family: Family, names: Iterable[str], folder: Path) -> dict[str, str]:
-    found, missing = {}, []
+def _find_on_disk(
+    files: dict[str, Path], family: Family, names: Iterable[str], folder: Path
+) -> dict[str, str | tuple[str, ...]]:
+    """{parameter: its stored name, or those that `find_experts` finds}."""
+    found: dict[str, str | tuple[str, ...]] = {}
+    missing = []
     for name in names:
-        stored = next((candidate for candidate in family.disk_names(name) if candidate in files), None)
+        candidates = family.disk_names(name)
+        stored = next((candidate for candidate in candidates if candidate in files), None) or next(
+            filter(None, (find_experts(candidate, files) for candidate in candidates)), None
+        )
         if stored is None:
             missing.append(name)
         else:

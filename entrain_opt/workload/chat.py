@@ -3,7 +3,8 @@
 1. The tokenizer's chat template renders the conversation with one placeholder per media item.
 2. Assistant text is found by the template's generation markers; a template without them is rendered up to each
    assistant message with and without it, and the difference is the answer.
-   Gemma 3's templates write the token that opens an image for it; others write the token of its features.
+   Gemma 3's templates write the token that opens an image for it, those of InternVL and SmolVLM a token of their own
+   for a video; others write the token of its features.
 3. Every placeholder becomes what `workload/media` says of the item, exactly once: placeholders for its features, and
    the processor's own text around them where the model has some.
 4. Labels are shifted here: `label_ids[t]` is the token to predict at position t, or -100.
@@ -31,6 +32,8 @@ from entrain_opt.workload.media.rule import Expansion
 from entrain_opt.workload.samples import MEDIA_KINDS
 
 IGNORED_LABEL = -100
+#: Model types whose videos are frames with the placeholders of images; the template writes one token for a video.
+_FRAMES_AS_IMAGES = ("internvl", "smolvlm")
 _GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -136,11 +139,14 @@ class ChatEncoder:
         if max_tokens is None:
             raise RuntimeConfigError(f"{folder}/config.json: no max_position_embeddings; give max_tokens.")
         opening = first_value(config, "boi_token_id", "boi_token_index")
+        openings = {} if opening is None else {"image": int(opening)}
+        if config.get("model_type") in _FRAMES_AS_IMAGES:
+            # Written by the template and replaced before the model sees it, so it may lie outside the vocabulary.
+            written = str(getattr(tokenizer, "video_token", None) or "<video>")
+            tokenizer.add_tokens([written], special_tokens=True)
+            openings["video"] = tokenizer.convert_tokens_to_ids(written)
         return cls(
-            tokenizer,
-            media_token_ids=media_token_ids(config),
-            max_tokens=max_tokens,
-            opening_token_ids={} if opening is None else {"image": int(opening)},
+            tokenizer, media_token_ids=media_token_ids(config), max_tokens=max_tokens, opening_token_ids=openings
         )
 
     def encode(self, sample: ChatSample, media: Sequence[int | Expansion]) -> EncodedSample:
@@ -299,6 +305,8 @@ class ChatEncoder:
 def media_token_ids(config: dict[str, Any]) -> dict[str, int]:
     """Placeholder token id of each media kind in a model's config.json."""
     found = {kind: first_value(config, f"{kind}_token_id", f"{kind}_token_index") for kind in MEDIA_KINDS}
+    if config.get("model_type") in _FRAMES_AS_IMAGES:
+        found["video"] = found["image"]
     return {kind: int(token) for kind, token in found.items() if token is not None}
 
 

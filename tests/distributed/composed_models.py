@@ -18,6 +18,17 @@ WHISPER = {
 }
 
 
+GEMMA = {
+    name: CASES["gemma3"].config["text_config"][name]
+    for name in ("head_dim", "sliding_window", "query_pre_attn_scalar", "layer_types")
+}
+#: The second layer is dense.
+QWEN_EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1], "head_dim": 8,
+    "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
 def text(model_type, **fields):
     return {"text_config": {"model_type": model_type, **TEXT, **fields}}
 
@@ -40,6 +51,24 @@ CONFIGS = {
         **text("qwen3", head_dim=8),
     },
     "whisper-qwen2": {**TOKENS, **WHISPER, **text("qwen2")},
+    "internvl-qwen2": {
+        **TOKENS, "vision_config": CASES["internvl"].config["vision_config"],
+        "vision_projector": {"kind": "mlp", "merge": 2, "norm": "layer_norm"}, **text("qwen2"),
+    },
+    "idefics3-qwen3_moe": {
+        **TOKENS, "vision_config": CASES["idefics3"].config["vision_config"],
+        "vision_projector": {"kind": "linear", "merge": 4, "bias": False}, **text("qwen3_moe", **QWEN_EXPERTS),
+    },
+    "siglip-gemma3": {
+        **TOKENS, "vision_config": SIGLIP,
+        "vision_projector": {"kind": "linear", "pool": 2, "norm": "rms_norm", "bias": False},
+        **text("gemma3_text", **GEMMA),
+    },
+    "smolvlm-whisper-mixtral": {
+        **TOKENS, "vision_config": CASES["smolvlm"].config["vision_config"],
+        "vision_projector": {"kind": "mlp", "merge": 2, "norm": "rms_norm"}, **WHISPER,
+        **text("mixtral", num_local_experts=3, num_experts_per_tok=2, sliding_window=None),
+    },
 }  # fmt: skip
 
 
@@ -50,6 +79,8 @@ def _clip(frames, rows_per_token):
 
 _NATIVE = tuple(native_form(*sides, 24) for sides in [(2, 4), (6, 10), (12, 4), (8, 8)])
 _CLIPS = {stack: tuple(_clip(frames, stack) for frames in (40, 9, 22, 31)) for stack in (3, 4)}
+#: {tokens of a tile: one and several tiles}
+_TILES = {tokens: tuple(tile_form(tiles, 16, tokens) for tiles in (1, 3, 2)) for tokens in (1, 4)}
 #: {kind: forms of its items}
 FORMS = {
     "qwen2_5-llama": {"image": _NATIVE},
@@ -58,6 +89,10 @@ FORMS = {
     "siglip-qwen2_audio-mistral": {"image": (tile_form(1, 16, 16),), "audio": _CLIPS[4]},
     "qwen3-qwen3": {"image": _NATIVE},
     "whisper-qwen2": {"audio": _CLIPS[3]},
+    "internvl-qwen2": {"image": tuple(tile_form(tiles, 17, 4) for tiles in (1, 3, 2))},
+    "idefics3-qwen3_moe": {"image": _TILES[1]},
+    "siglip-gemma3": {"image": _TILES[4]},
+    "smolvlm-whisper-mixtral": {"image": _TILES[4], "audio": _CLIPS[3]},
 }
 #: Samples by their media. A model without one of the kinds sees the same samples without them.
 MEDIA = (

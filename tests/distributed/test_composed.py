@@ -1,6 +1,7 @@
 """Composed models with one and two encoders: loss and gradients equal the plain model's, in one process and several."""
 
 import json
+import shutil
 import wave
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +38,7 @@ from entrain_opt.runtime.families import UNUSED, read_family
 from entrain_opt.runtime.families.composed_model import ComposedModel
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.runtime.stages import build_rank_model
+from entrain_opt.runtime.tensor_layers import check_tensor
 from entrain_opt.spec import ModelSpec
 from entrain_opt.workload.images import open_image
 from entrain_opt.workload.index import measure_dataset
@@ -83,6 +85,10 @@ CUTS = {
     "siglip-qwen2_audio-mistral": "vision 0 1 0, vision 1 4 0, audio 0 2 0, audio 2 4 0, llm 0 2 0, llm 2 4 0",
     "qwen3-qwen3": "vision 0 2 0, vision 2 4 0, llm 0 1 0, llm 1 4 0",
     "whisper-qwen2": "audio 0 1 0, audio 1 3 0, llm 0 2 0, llm 2 4 0",
+    "internvl-qwen2": "vision 0 1 0, vision 1 4 0, llm 0 3 0, llm 3 4 0",
+    "idefics3-qwen3_moe": "vision 0 3 0, vision 3 4 0, llm 0 1 0, llm 1 4 0",
+    "siglip-gemma3": "vision 0 2 0, vision 2 4 0, llm 0 1 0, llm 1 4 0",
+    "smolvlm-whisper-mixtral": "vision 0 2 0, vision 2 4 0, audio 0 2 0, audio 2 3 0, llm 0 2 0, llm 2 4 0",
 }
 
 
@@ -112,6 +118,10 @@ SPLITS = {
         (TWO, "vision 0 4 0, audio 0 3 0, llm 0 4 1", IMAGES_ONLY, {"frozen": ("vision_tower",)}),
         (TWO, "vision 0 4 0, audio 0 3 0, llm 0 4 0", ROWS, {"data": 2}),
         ("siglip-qwen2_audio-mistral", "vision 0 4 0, audio 0 4 0, llm 0 4 1", ROWS, {"schedule": "zero_bubble"}),
+        ("internvl-qwen2", "vision 0 4 0, llm 0 4 1", ROWS, {}),
+        ("idefics3-qwen3_moe", "vision 0 2 0, vision 2 4 1, llm 0 2 0, llm 2 4 1", ROWS, {"schedule": "eager"}),
+        ("siglip-gemma3", "vision 0 4 0, llm 0 2 0, llm 2 4 1", ROWS, {"schedule": "zero_bubble"}),
+        ("smolvlm-whisper-mixtral", "vision 0 4 0, audio 0 3 1, llm 0 3 0, llm 3 4 1", ROWS, {}),
     ],
     3: [
         (TWO, "vision 0 4 0, audio 0 3 1, llm 0 4 2", ROWS, {}),  # parallel
@@ -219,8 +229,16 @@ def test_parts_come_from_folders_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_config": {"model_type": "mixtral"}}, r"text_config.model_type: .*'llama'.* found 'mixtral'. To add"),
-        ({"vision_config": {"model_type": "internvl_vision"}}, r"vision_config.model_type: .* found 'internvl_vision'"),
+        (
+            {"text_config": {"model_type": "qwen3_vl_text"}},
+            r"text_config.model_type: .*'llama'.* found 'qwen3_vl_text'",
+        ),
+        (
+            {"text_config": {"model_type": "mixtral", "output_router_logits": True}},
+            r"output_router_logits: expected no",
+        ),
+        ({"text_config": {"model_type": "gemma3_text", "final_logit_softcapping": 9.0}}, r"softcapping: .*, found 9.0"),
+        ({"vision_config": {"model_type": "pixtral"}}, r"vision_config.model_type: .* found 'pixtral'. To add"),
         ({"audio_config": {"model_type": "qwen2_5_omni_audio_encoder"}}, r"audio_config.*CONTRIBUTING.md"),
         ({"weights": {"vision": "x"}}, r"weights: expected names from \['vision_tower'.* found 'vision'"),
         ({"weights": {"vision_tower": "nowhere"}}, r"weights.vision_tower: expected a folder .* found 'nowhere'"),
@@ -269,21 +287,65 @@ def test_tiny_folder_with_its_own_processors(tmp_path):
     assert loss == pytest.approx(expected, rel=TOLERANCE)
 
 
+def test_tiles_of_a_composed_model(tmp_path):
+    """InternVL's tower with its processor, cut, against the plain model on the tiles that the processor makes."""
+    folder = tmp_path / "model"
+    shutil.copytree(ROOT / "models" / "tiny-internvl", folder)
+    config = json.loads((folder / "config.json").read_text())
+    parts = {name: config[name] for name in ("vision_config", "text_config", "image_token_id")}
+    projector = {"kind": "mlp", "merge": 2, "norm": "layer_norm"}
+    composed = {"model_type": "entrain_composed", "vision_projector": projector, **parts}
+    (folder / "config.json").write_text(json.dumps(composed))
+    data = ROOT / "recipes" / "data" / "physics" / "train.jsonl"
+    table, bad = measure_dataset(data, folder)
+    assert not bad
+    reader = ChatReader.open(data, table, folder, cache_dir=tmp_path)
+    tiles = [int(table.media_segments[table.media_offsets[row]]) for row in range(len(table))]
+    rows = [tiles.index(count) for count in sorted(set(tiles))]
+    assert len(rows) > 1
+    plan = plan_of(folder, "vision 0 2 0, vision 2 6 0, llm 0 1 0, llm 1 4 0")
+    loss, *_ = run_pipeline(plan, ReaderWithTable(reader, table), rows, training=False)
+    images = AutoImageProcessor.from_pretrained(folder)
+
+    def plain_inputs(row):
+        media = reader.dataset[reader.dataset.row_of(str(table.sample_ids[row]))].media
+        ids = torch.from_numpy(reader.text(row).input_ids)[None]
+        made = images(images=[open_image(item) for item in media], return_tensors="pt")
+        return {"input_ids": ids, "pixel_values": made["pixel_values"]}
+
+    with torch.no_grad():
+        model = load_composed(folder, seed=7, dtype=torch.float32)
+        expected, _ = expected_gradients(model, map(plain_inputs, rows), [reader.text(row) for row in rows])
+    assert loss == pytest.approx(expected, rel=TOLERANCE)
+
+
 def read_wave(path):
     with wave.open(str(path)) as file:
         return np.frombuffer(file.readframes(file.getnframes()), dtype="<i2") / 32768
 
 
+SHARED = (ONE, TWO, "internvl-qwen2", "siglip-gemma3")
+
+
+def shared_plan(folder):
+    return replace(whole_plan(folder), degrees=ParallelDegrees(tensor=2))
+
+
 def on_two_devices(root):
-    """Both composed models on this pair, which shares every layer."""
-    plans = [replace(whole_plan(root / name), degrees=ParallelDegrees(tensor=2)) for name in (ONE, TWO)]
-    return [run_pipeline(plan, ComposedReader(name), list(ROWS)) for plan, name in zip(plans, (ONE, TWO), strict=True)]
+    """Composed models on this pair, which shares every layer."""
+    return [run_pipeline(shared_plan(root / name), ComposedReader(name), list(ROWS)) for name in SHARED]
+
+
+def test_experts_are_not_shared_by_devices(tmp_path):
+    folder = write_composed(tmp_path, "idefics3-qwen3_moe")
+    with pytest.raises(RuntimeConfigError, match="experts"):
+        check_tensor(folder, shared_plan(folder))
 
 
 def test_two_devices_share_all_layers(tmp_path):
-    for name in (ONE, TWO):
+    for name in SHARED:
         write_composed(tmp_path, name)
     of_ranks = run_ranks(on_two_devices, 2, tmp_path)
-    for index, name in enumerate((ONE, TWO)):
+    for index, name in enumerate(SHARED):
         results = [results[index] for results in of_ranks]
         assert_exact(expected_of(tmp_path / name, name, ROWS), results)

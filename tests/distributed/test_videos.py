@@ -1,4 +1,4 @@
-"""Videos of Qwen2.5-VL and Qwen3-VL: decoded frames, placeholders, loss and gradients are those of the plain model."""
+"""Videos: decoded frames, placeholders, loss and gradients are those of the plain model."""
 
 import json
 import shutil
@@ -11,12 +11,13 @@ import torch
 from cases import ReaderWithTable, assert_exact, expected_gradients, make_plan, run_pipeline
 from PIL import Image
 
-from entrain_opt.errors import WorkloadError
+from entrain_opt.errors import RuntimeConfigError, WorkloadError
 from entrain_opt.runtime.families import read_family
 from entrain_opt.runtime.reader import ChatReader
 from entrain_opt.runtime.stages import build_rank_model
 from entrain_opt.workload.conversation import MediaItem
 from entrain_opt.workload.index import measure_dataset
+from entrain_opt.workload.media import media_rule
 from entrain_opt.workload.video import read_frames, read_video_length
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -90,6 +91,55 @@ def open_reader(tmp_path, folder, samples):
     return ChatReader.open(tmp_path / "data.jsonl", table, folder, cache_dir=tmp_path / "cache"), table
 
 
+SQUARE = {"do_sample_frames": True, "num_frames": 4, "size": {"height": 112, "width": 112}}
+#: Families whose frames become squares: token of features of a video, and the video processor's settings.
+SQUARE_FRAMES = {
+    "llava-onevision": ("<video>", {**SQUARE, "image_mean": [0.1, 0.2, 0.3]}),
+    "internvl": ("<IMG_CONTEXT>", SQUARE),
+    "smolvlm": (
+        "<image>",
+        {"video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 96}}, "do_sample_frames": True},
+    ),
+}
+
+
+@pytest.fixture(params=SQUARE_FRAMES)
+def square_folder(tmp_path, request):
+    return with_videos(tmp_path / "model", request.param, SQUARE_FRAMES[request.param][1])
+
+
+def with_videos(folder, name, settings):
+    """A tiny folder whose template writes the token of a video."""
+    shutil.copytree(TINY.parent / f"tiny-{name}", folder)
+    template = folder / "chat_template.jinja"
+    known = "if part['type'] == 'image' else"
+    template.write_text(template.read_text().replace(known, f"{known} '<video>' if part['type'] == 'video' else"))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def square_inputs(reader, row, media):
+    """What the plain model takes of tiles of images and frames of videos."""
+    family, inputs = reader.family.config.model_type, {"input_ids": torch.from_numpy(reader.text(row).input_ids)[None]}
+    pixels = [reader.pixels(row, index) for index in range(len(media))]
+    if not pixels:
+        return inputs
+    if family != "llava_onevision":
+        together = torch.cat(pixels)
+        return inputs | {"pixel_values": together[None] if family == "smolvlm" else together}
+    is_video = [path.suffix == ".mp4" for path in media]
+    if any(is_video):
+        inputs["pixel_values_videos"] = torch.stack([p for p, video in zip(pixels, is_video, strict=True) if video])
+    if not all(is_video):
+        shapes = [shape for shape, video in zip(reader.shapes(row), is_video, strict=True) if not video]
+        inputs |= {
+            "pixel_values": torch.cat([p for p, video in zip(pixels, is_video, strict=True) if not video]),
+            "image_sizes": torch.tensor(shapes),
+            "batch_num_images": torch.tensor([len(shapes)]),
+        }
+    return inputs
+
+
 def plain_inputs(reader, row, media):
     """What the plain model takes: times as its processor computes them from the file's own numbers."""
     text = reader.text(row)
@@ -120,16 +170,69 @@ def plain_inputs(reader, row, media):
     return inputs | ({"second_per_grid_ts": torch.tensor(seconds)} if takes_seconds else {})
 
 
-def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
-    reader, table = open_reader(tmp_path, folder, samples)
-    rows = list(range(len(samples)))
+def assert_the_plain_models(reader, table, samples, inputs_of):
+    """Loss and gradients of two stages each."""
+    folder, rows = reader.model_folder, list(range(len(samples)))
     split = [("vision", (0, 3), 0), ("vision", (3, 6), 0), ("llm", (0, 2), 0), ("llm", (2, 4), 0)]
     plan = make_plan(folder, split)
     result = run_pipeline(plan, ReaderWithTable(reader, table), rows)
     model = read_family(folder).new_model()
     model.load_state_dict(build_rank_model(folder, plan, 0, seed=7).model.state_dict())
-    inputs = (plain_inputs(reader, row, samples[row]) for row in rows)
+    inputs = (inputs_of(reader, row, samples[row]) for row in rows)
     assert_exact(expected_gradients(model.eval(), inputs, [reader.text(row) for row in rows]), [result])
+
+
+def test_square_frames_give_the_plain_models_loss_and_gradients(tmp_path, square_folder, samples):
+    reader, table = open_reader(tmp_path, square_folder, samples)
+    assert_the_plain_models(reader, table, samples, square_inputs)
+
+
+def test_square_frames_are_scaled_as_the_settings_say(tmp_path, square_folder, samples):
+    """Against the image processor, told the video processor's mean, on the frames as PIL resizes them."""
+    from transformers import AutoImageProcessor
+
+    reader, table = open_reader(tmp_path, square_folder, samples)
+    name = reader.family.config.model_type.replace("_", "-")
+    token, settings = SQUARE_FRAMES[name]
+    media = MediaItem(kind="video", path=samples[2][0])
+    length = read_video_length(media)
+    chosen = reader.rule.video_frames(length.num_frames, length.width, length.height, length.fps)
+    assert (len(chosen.indices), chosen.size) == (4, (112, 112))
+    # The longest edge first, the other one even.
+    assert chosen.first_size == ((38, 96) if name == "smolvlm" else None)
+    frames = read_frames(media, chosen.indices)
+    for size in filter(None, (chosen.first_size, chosen.size)):
+        frames = [frame.resize(size, 1 if name == "smolvlm" else 3) for frame in frames]
+    found = reader.pixels(2, 0)
+    processor = AutoImageProcessor.from_pretrained(TINY.parent / "tiny-internvl")
+    fields = {"image_mean": list(chosen.values.mean), "image_std": list(chosen.values.std)}
+    made = processor(images=frames, do_resize=False, crop_to_patches=False, return_tensors="pt", **fields)
+    assert torch.allclose(found, made["pixel_values"], atol=1e-5)
+    assert chosen.values.mean[0] == settings.get("image_mean", [0.5 if name == "smolvlm" else 0.48145466])[0]
+    # Placeholders: as many as the model makes features, the item's other tokens are text.
+    ids, item = reader.text(0).input_ids, int(table.media_offsets[0])
+    assert (ids == reader.encoder.tokenizer.convert_tokens_to_ids(token)).sum() == len(reader.text(0).feature_positions)
+    assert len(reader.text(0).media_positions) == table.media_tokens[item]
+    assert max(ids) < reader.family.text_config.vocab_size
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("internvl", {"size": {"height": 96, "width": 96}}, r"size: the video processor makes frames of 96 x 96"),
+        ("llava-onevision", {"do_center_crop": True}, r"do_center_crop: expected false for videos"),
+        ("smolvlm", {"do_normalize": False}, r"do_normalize: expected true for videos, found False"),
+    ],
+)
+def test_settings_that_frames_do_not_follow_are_named(name, change, message, tmp_path):
+    folder = with_videos(tmp_path / "model", name, {**SQUARE_FRAMES[name][1], **change})
+    with pytest.raises(RuntimeConfigError, match=message):
+        media_rule(folder)
+
+
+def test_loss_and_gradients_are_the_plain_models(tmp_path, folder, samples):
+    reader, table = open_reader(tmp_path, folder, samples)
+    assert_the_plain_models(reader, table, samples, plain_inputs)
 
 
 def test_rows_and_placeholders_are_the_processors(tmp_path, folder, samples):
@@ -163,23 +266,21 @@ def test_an_odd_number_of_frames_ends_with_its_last_one_twice(folder):
     family, images = read_family(folder), AutoImageProcessor.from_pretrained(folder)
     side = family.vision.patch_size
     frames = [Image.new("RGB", (4 * side, 2 * side), (40 * index, 10, 200)) for index in range(3)]
-    odd, even = family.video_rows(frames, images), family.video_rows([*frames, frames[-1]], images)
+    odd, even = family.video_rows(frames, images, None), family.video_rows([*frames, frames[-1]], images, None)
     assert torch.equal(odd, even)
     assert not torch.equal(odd[:8], odd[8:])
     assert len(odd) == 2 * 2 * 4
 
 
 def test_families_that_execute_no_videos_say_so(tmp_path):
-    folder = TINY.parent / "tiny-llava-onevision"
-    template = (folder / "chat_template.jinja").read_text()
-    shutil.copytree(folder, tmp_path / "model")
-    known = "if part['type'] == 'image' else"
-    (tmp_path / "model" / "chat_template.jinja").write_text(
-        template.replace(known, f"{known} '<video>' if part['type'] == 'video' else")
-    )
+    folder = with_videos(tmp_path / "model", "compose-qwen2_5-vit-llama", {"temporal_patch_size": 2})
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<video>", "<eos>"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "video_token_id": 2}))
     clip = write_clip(tmp_path / "a.mp4", 4, 4, (64, 48))
-    reader, _ = open_reader(tmp_path, tmp_path / "model", [(clip,)])
-    with pytest.raises(WorkloadError, match=r"sample s0: .*a\.mp4: training on videos .* llava_onevision.*video_rows"):
+    reader, _ = open_reader(tmp_path, folder, [(clip,)])
+    with pytest.raises(WorkloadError, match=r"sample s0: .*a\.mp4: training on videos .* entrain_composed.*video_rows"):
         reader.pixels(0, 0)
 
 

@@ -6,7 +6,6 @@ import pytest
 
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.runtime.families.llava import LlavaFamily
 from entrain_opt.runtime.measure import measure_costs
 from entrain_opt.spec import ClusterSpec, ModelSpec
 
@@ -30,7 +29,7 @@ def test_a_measurement_has_every_piece_that_the_frozen_parts_leave():
 
 def test_a_worker_that_fails_is_heard(tmp_path, monkeypatch):
     # The folder is one that only the worker finds wrong.
-    monkeypatch.setattr("entrain_opt.runtime.measure.read_family", lambda folder: object.__new__(LlavaFamily))
+    monkeypatch.setattr("entrain_opt.runtime.measure._check_model", lambda folder, frozen: None)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(RuntimeConfigError, match="measuring failed: process 0 ended with status 1"):
         measure_costs(tmp_path)

@@ -261,10 +261,19 @@ def test_projectors_that_stack(stack, tokens, audio_tokens, tmp_path):
     assert (image.patches, image.tokens, clip.patches, clip.tokens) == (576, tokens, 1500, audio_tokens)
 
 
+@pytest.mark.parametrize(("join", "tokens"), [({"merge": 2}, 144), ({"pool": 3}, 64), ({"pool": 24}, 1)])
+def test_projectors_that_join_squares(join, tokens, tmp_path):
+    projector = {"vision_projector": {"kind": "linear", **join}}
+    rule = media_rule(composed_folder(tmp_path, vision=SIGLIP_TOWER, images=SIGLIP_IMAGES, **projector))
+    assert (rule.image(100, 900).patches, rule.image(100, 900).tokens) == (576, tokens)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"vision_projector": {"stack": 5}}, "stack: expected a divisor of 576 patches, found 5"),
+        ({"vision_projector": {"merge": 5}}, "merge: expected a divisor of 24 patches per side, found 5"),
+        ({"vision_projector": {"pool": 7}}, "pool: expected a divisor of 24 patches per side, found 7"),
         ({"vision_projector": {"stack": 0}}, "vision_projector.stack: expected at least 1, found 0"),
         ({"images": QWEN_IMAGES}, "for the tower 'siglip_vision_model' of a composed model, found 'Qwen2VL"),
         ({"audio": {"model_type": "wavlm"}}, r"audio_config\.model_type: expected one of .*, found 'wavlm'"),

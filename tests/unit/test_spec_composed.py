@@ -62,10 +62,13 @@ def build_projector(width: int, projector: dict, out: int) -> int:
 
     if projector["kind"] == "own":
         return 0
-    bias, width = projector.get("bias", True), width * projector.get("stack", 1)
+    bias = projector.get("bias", True)
+    width *= projector.get("stack", 1) * projector.get("merge", 1) ** 2
     sizes = [width, out] if projector["kind"] == "linear" else [width, projector.get("hidden_size", out), out]
     with torch.device("meta"):
-        layers = [torch.nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)]
+        layers: list = [torch.nn.Linear(a, b, bias=bias) for a, b in itertools.pairwise(sizes)]
+        if "norm" in projector:
+            layers.append({"layer_norm": torch.nn.LayerNorm, "rms_norm": torch.nn.RMSNorm}[projector["norm"]](width))
     return sum(count(layer) for layer in layers)
 
 
@@ -80,7 +83,9 @@ def test_counts_are_those_of_the_parts(seed, tmp_path):
         kind = draw.of(*TOWERS, "qwen2_5_vl_vision", "qwen3_vl_vision")
         if kind in TOWERS:
             config["vision_config"] = tower_config(draw, kind)
-            config["vision_projector"] = {"kind": draw.of("linear", "mlp"), "stack": draw.of(1, 4)}
+            join = draw.of({}, {"stack": 4}, {"merge": 2}, {"pool": 2})
+            norm = draw.of({}, {"norm": "layer_norm"}, {"norm": "rms_norm"})
+            config["vision_projector"] = {"kind": draw.of("linear", "mlp"), **join, **norm}
         else:
             vision = {"model_type": kind, **qwen_vision_config(draw, kind, out)}
             config["vision_config"] = vision | ({"deepstack_visual_indexes": []} if kind.startswith("qwen3") else {})
@@ -158,6 +163,22 @@ CLIP = {"model_type": "clip_vision_model"}
         (
             {"text_config": TEXT, "vision_config": CLIP, "vision_projector": {"kind": "mlp", "stack": 0}},
             "vision_projector: stack: expected a whole number of at least 1, found 0",
+        ),
+        (
+            {"text_config": TEXT, "vision_config": CLIP, "vision_projector": {"kind": "mlp", "stack": 2, "merge": 2}},
+            r"at most one of \['stack', 'merge', 'pool'\] above 1, found {'stack': 2, 'merge': 2}",
+        ),
+        (
+            {
+                "text_config": TEXT,
+                "audio_config": {"model_type": "whisper"},
+                "audio_projector": {"kind": "mlp", "pool": 2},
+            },
+            r"audio_projector: expected at most one of \['stack'\] above 1, found {'pool': 2}",
+        ),
+        (
+            {"text_config": TEXT, "vision_config": CLIP, "vision_projector": {"kind": "mlp", "norm": "batch_norm"}},
+            r"norm: expected one of \['layer_norm', 'rms_norm'\], found 'batch_norm'",
         ),
     ],
 )

@@ -42,8 +42,8 @@ def family_of(config: Any) -> Family:
         raise RuntimeConfigError(
             f"model: cannot execute model_type {config.model_type!r}; expected one of {sorted(_FAMILIES)}. To add it, "
             "write a subclass of `Family` (entrain_opt/runtime/families/base.py) with `num_layers`, `place_encoder`, "
-            "`encoder_shape` and `encode`, and register it in entrain_opt/runtime/families/__init__.py: see "
-            f"{FAMILY_GUIDE}."
+            "`encoder_shape`, `row_shape` and `encode`, and register it in entrain_opt/runtime/families/__init__.py: "
+            f"see {FAMILY_GUIDE}."
         )
     family = _FAMILIES[config.model_type]
     encoder = family.encoder_configs[0] if family.encoder_configs else ""

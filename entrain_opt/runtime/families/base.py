@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from entrain_opt.errors import FAMILY_GUIDE, RuntimeConfigError
 from entrain_opt.runtime.attention import PACKED_ATTENTION, register_packed_attention
+from entrain_opt.workload.media.rule import FrameValues
 
 #: Positions of a parameter within its module, besides a layer index.
 INPUT, OUTPUT, UNUSED = "input", "output", "unused"
@@ -48,6 +50,13 @@ def feature_layer(config: Any) -> int:
             "layers cannot be cut into stages."
         )
     return layer if layer >= 0 else int(config.vision_config.num_hidden_layers) + 1 + layer
+
+
+def frame_squares(frames: Sequence[Any], values: FrameValues) -> Tensor:
+    """[frames, 3, height, width] of RGB images of one size."""
+    pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in frames]))
+    scaled = (pixels / 255 - torch.tensor(values.mean)) / torch.tensor(values.std)
+    return scaled.permute(0, 3, 1, 2).contiguous()
 
 
 def consecutive_runs(rows: IntArray) -> list[IntArray]:
@@ -105,7 +114,7 @@ class Family(ABC):
     reads_text_everywhere: ClassVar[bool] = False
     #: Config names of the encoders and language model: `set_attn_implementation` takes them.
     encoder_configs: ClassVar[tuple[str, ...]] = ("vision_config",)
-    #: Whether `video_rows` is there.
+    #: Whether videos are executed, through `video_rows`.
     executes_videos: ClassVar[bool] = False
     #: Model types of the language model, and of the encoder, that the family executes; None where the config class
     #: itself allows one only.
@@ -152,6 +161,10 @@ class Family(ABC):
             As `encoder_shape` says, or [F, feature width] after the last layer and the projector.
         """
 
+    @abstractmethod
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        """Shape of one of the rows that `input_rows` counts: a tile, a patch or a clip's mel frames."""
+
     def image_settings(self) -> dict[str, Any]:
         """What the family's combined processor tells its image processor, whatever that one's own file says."""
         return {}
@@ -160,14 +173,17 @@ class Family(ABC):
         """One image as its processor makes it -> rows that can stand behind those of other images."""
         return pixels
 
-    def video_rows(self, frames: Sequence[Any], processor: Any) -> Tensor:
+    def video_rows(self, frames: Sequence[Any], processor: Any, values: FrameValues | None) -> Tensor:
         """What the encoder takes of a video; asked for only where the family `executes_videos`.
 
         Args:
             frames: RGB images of the size that the rule says, in order.
             processor: the folder's image processor.
+            values: how pixels are scaled; None as the image processor does.
         """
-        raise RuntimeConfigError(f"model: {type(self).__name__} executes no videos.")
+        if values is None:
+            raise RuntimeConfigError(f"model: {type(self).__name__} executes no videos.")
+        return frame_squares(frames, values)
 
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         """First dimension of what the reader makes of each item: its tiles, unless the family says otherwise."""

@@ -6,6 +6,7 @@ cut, what crosses its boundaries and how it runs is not written again here. The 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from entrain_opt.runtime.families.base import OUTPUT, Family, MediaUnit, Place
-from entrain_opt.runtime.families.composed_model import SQUARE_TOWERS, ComposedModel
+from entrain_opt.runtime.experts import router_names
+from entrain_opt.runtime.families.base import OUTPUT, Family, MediaUnit, Place, Span
+from entrain_opt.runtime.families.composed_model import ComposedModel
+from entrain_opt.runtime.families.gemma3 import check_gemma3_text, decode_gemma3
+from entrain_opt.runtime.families.idefics3 import Idefics3Family
+from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
 from entrain_opt.runtime.families.qwen2_audio import Qwen2AudioFamily
 from entrain_opt.runtime.families.qwen3_vl import Qwen3VLFamily
@@ -30,6 +35,26 @@ class _SquareTower(SquareTowerFamily):
 
     def project(self, inner: Any, hidden: Tensor, unit: MediaUnit) -> Tensor:
         return super().project(inner, hidden[:, 1:] if self.has_class_token else hidden, unit)
+
+
+class _Idefics3Tower(Idefics3Family):
+    """The tower of Idefics3 or SmolVLM; what joins its rows is the composed model's projector."""
+
+    def project(self, inner: Any, hidden: Tensor, unit: MediaUnit) -> Tensor:
+        features: Tensor = inner.multi_modal_projector(hidden).flatten(0, 1)
+        return features
+
+
+class _InternVLTower(InternVLFamily):
+    """InternVL's tower up to its last norm; what joins its rows is the composed model's projector."""
+
+    def __init__(self, config: Any) -> None:
+        config.vision_feature_layer, config.vision_feature_select_strategy = -1, "default"
+        super().__init__(config)
+
+    def project(self, inner: Any, hidden: Tensor) -> Tensor:
+        features: Tensor = inner.multi_modal_projector(hidden[:, 1:]).flatten(0, 1)
+        return features
 
 
 class _Whisper(Qwen2AudioFamily):
@@ -49,7 +74,9 @@ class _Whisper(Qwen2AudioFamily):
 
 #: Tower -> (its family, the attribute of `model.model` that the family finds it under).
 _TOWERS: dict[str, tuple[type[Family], str]] = {
-    **dict.fromkeys(SQUARE_TOWERS, (_SquareTower, "vision_tower")),
+    **dict.fromkeys(("clip_vision_model", "siglip_vision_model"), (_SquareTower, "vision_tower")),
+    **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), (_Idefics3Tower, "vision_model")),
+    "internvl_vision": (_InternVLTower, "vision_tower"),
     "qwen2_5_vl_vision": (Qwen25VLFamily, "visual"),
     "qwen3_vl_vision": (Qwen3VLFamily, "visual"),
     "qwen2_audio_encoder": (Qwen2AudioFamily, "audio_tower"),
@@ -99,6 +126,8 @@ class ComposedFamily(Family):
     def __init__(self, config: Any) -> None:
         config.check()
         super().__init__(config)
+        if self.text_config.model_type == "gemma3_text":
+            check_gemma3_text(self.text_config)
         self.encoders: dict[str, _Encoder] = {}
         for name in ("vision", "audio"):
             part = getattr(config, f"{name}_config")
@@ -132,9 +161,25 @@ class ComposedFamily(Family):
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         return self.encoders[unit.module].family.input_rows(unit)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return self.encoders[module].family.row_shape(module)
+
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         encoder = self.encoders[unit.module]
         return encoder.family.encode(encoder.view(model), hidden, layers, unit)
+
+    def decode(
+        self,
+        model: nn.Module,
+        hidden: Tensor,
+        position_ids: Tensor,
+        segment_offsets: list[int],
+        layers: tuple[int, int],
+        spans: Sequence[Span] = (),
+    ) -> Tensor:
+        if self.text_config.model_type != "gemma3_text":
+            return super().decode(model, hidden, position_ids, segment_offsets, layers, spans)
+        return decode_gemma3(self.language_model(model), hidden, position_ids, segment_offsets, layers, spans)
 
     def tied(self) -> dict[str, str]:
         head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"
@@ -164,4 +209,5 @@ class ComposedFamily(Family):
         alone = [f"{prefix}{rest}" for prefix in prefixes]
         if part == "language_model":
             alone.append(rest.replace("model.", "model.language_model.", 1))
+            alone += [other for name in alone for other in router_names(name)]
         return [parameter_name, *alone, *(f"model.{name}" for name in alone)]

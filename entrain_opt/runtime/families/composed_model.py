@@ -17,6 +17,7 @@ parameters only.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,9 +31,11 @@ from entrain_opt.runtime.families.base import LLAMA_LIKE
 from entrain_opt.spec.families import COMPOSED_TYPE
 from entrain_opt.spec.folder import find_model_folder
 
-SQUARE_TOWERS = ("clip_vision_model", "siglip_vision_model")
+SQUARE_TOWERS = ("clip_vision_model", "siglip_vision_model", "idefics3_vision", "smolvlm_vision", "internvl_vision")
+_CLASS_TOKEN_TOWERS = ("clip_vision_model", "internvl_vision")
 NATIVE_TOWERS = ("qwen2_5_vl_vision", "qwen3_vl_vision")
 AUDIO_TOWERS = ("qwen2_audio_encoder", "whisper")
+LANGUAGE_MODELS = (*LLAMA_LIKE, "gemma3_text", "mixtral", "qwen3_moe")
 #: Parts whose weights may lie in a folder of their own, by the names by which they are frozen.
 PARTS = ("vision_tower", "audio_tower", "projector", "language_model")
 
@@ -70,14 +73,21 @@ class ComposedConfig(PreTrainedConfig):
         kinds = (("vision_config", (*SQUARE_TOWERS, *NATIVE_TOWERS)), ("audio_config", AUDIO_TOWERS))
         if self.vision_config is None and self.audio_config is None:
             raise RuntimeConfigError("model: expected vision_config or audio_config, found neither.")
-        for name, known in (*kinds, ("text_config", LLAMA_LIKE)):
+        for name, known in (*kinds, ("text_config", LANGUAGE_MODELS)):
             part: Any = getattr(self, name)
             if part is not None and part.model_type not in known:
                 raise RuntimeConfigError(
                     f"model: {name}.model_type: composed models are executed with one of {sorted(known)}, found "
                     f"{part.model_type!r}. To add a tower, write its family and list it in `_TOWERS` of "
                     "entrain_opt/runtime/families/composed.py and in composed_model.py beside it; a language model "
-                    f"needs the methods that `LLAMA_LIKE` in base.py stands for: see {FAMILY_GUIDE}."
+                    "needs `embed`, `decode` and `logits` of `ComposedFamily` and a place in `LANGUAGE_MODELS`: see "
+                    f"{FAMILY_GUIDE}."
+                )
+        for name in ("output_router_logits", "router_jitter_noise"):
+            if value := getattr(text, name, None):
+                raise RuntimeConfigError(
+                    f"model: text_config.{name}: expected none, found {value}; what it adds to the loss or the router "
+                    "is not executed."
                 )
         for kind, encoder in (("image", self.vision_config), ("audio", self.audio_config)):
             token, vocabulary = getattr(self, f"{kind}_token_id"), text.vocab_size
@@ -113,12 +123,17 @@ class ComposedConfig(PreTrainedConfig):
 
 
 class Projector(nn.Module):
-    """[items, rows, width] -> [items, rows // stack, out]; rows that fill no token are dropped."""
+    """[items, rows, width] -> [items, tokens, out]; rows that fill no token are dropped.
+
+    `stack` joins neighbouring rows, `merge` and `pool` take the rows as a square and join or average squares of it.
+    """
 
     def __init__(self, settings: dict[str, Any], width: int, out: int) -> None:
         super().__init__()
-        self.stack = int(settings.get("stack", 1))
-        bias, width = bool(settings.get("bias", True)), width * self.stack
+        self.stack, self.merge, self.pool = (int(settings.get(name, 1)) for name in ("stack", "merge", "pool"))
+        bias, width = bool(settings.get("bias", True)), width * self.stack * self.merge**2
+        norms = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm}
+        self.norm = norms[settings["norm"]](width, eps=1e-6) if settings.get("norm") else nn.Identity()
         if settings["kind"] == "linear":
             self.layers = nn.Sequential(nn.Linear(width, out, bias=bias))
         else:
@@ -127,9 +142,17 @@ class Projector(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         items, count, width = rows.shape
-        tokens = count // self.stack
-        joined: Tensor = self.layers(rows[:, : tokens * self.stack].reshape(items, tokens, self.stack * width))
-        return joined
+        side = self.merge * self.pool
+        if side > 1:
+            squares = rows.unflatten(1, (math.isqrt(count), -1)).unfold(1, side, side).unfold(2, side, side)
+            # [items, rows, columns, width, side, side]
+            joined = squares.mean((-2, -1)) if self.pool > 1 else squares.permute(0, 1, 2, 4, 5, 3).flatten(3)
+            joined = joined.flatten(1, 2)
+        else:
+            tokens = count // self.stack
+            joined = rows[:, : tokens * self.stack].reshape(items, tokens, self.stack * width)
+        projected: Tensor = self.layers(self.norm(joined))
+        return projected
 
 
 class ComposedModel(PreTrainedModel):
@@ -193,7 +216,7 @@ class ComposedModel(PreTrainedModel):
             features: Tensor = self.vision_tower(pixel_values, grid_thw=image_grid_thw).pooler_output
             return features
         rows = self.vision_tower(pixel_values).last_hidden_state
-        has_class_token = self.config.vision_config.model_type == "clip_vision_model"
+        has_class_token = self.config.vision_config.model_type in _CLASS_TOKEN_TOWERS
         projected: Tensor = self.vision_projector(rows[:, 1:] if has_class_token else rows)
         return projected.flatten(0, 1)
 

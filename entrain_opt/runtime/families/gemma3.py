@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.runtime.families.base import IntArray, Span, consecutive_runs
 from entrain_opt.runtime.families.towers import SquareTowerFamily
 
@@ -24,6 +25,7 @@ class Gemma3Family(SquareTowerFamily):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
+        check_gemma3_text(config.text_config)
         self.uses_post_norm = True
 
     def features(self, patches: int, segments: int, tokens: int) -> int:
@@ -48,17 +50,35 @@ class Gemma3Family(SquareTowerFamily):
         layers: tuple[int, int],
         spans: Sequence[Span] = (),
     ) -> Tensor:
-        language_model = self.language_model(model)
-        row, positions = hidden.unsqueeze(0), position_ids.unsqueeze(0)
-        kinds = self.text_config.layer_types[layers[0] : layers[1]]
-        rotary = {kind: language_model.rotary_emb(row, positions, kind) for kind in dict.fromkeys(kinds)}
-        for kind, layer in zip(kinds, language_model.layers[layers[0] : layers[1]], strict=True):
-            row = layer(
-                row,
-                position_embeddings=rotary[kind],
-                attention_mask=None,
-                position_ids=positions,
-                segment_offsets=segment_offsets,
-                two_way_spans=tuple(spans),
-            )
-        return row.squeeze(0)
+        return decode_gemma3(self.language_model(model), hidden, position_ids, segment_offsets, layers, spans)
+
+
+def decode_gemma3(
+    language_model: Any,
+    hidden: Tensor,
+    position_ids: Tensor,
+    segment_offsets: list[int],
+    layers: tuple[int, int],
+    spans: Sequence[Span] = (),
+) -> Tensor:
+    """`Family.decode` of a language model whose rotary angles depend on the kind of layer."""
+    row, positions = hidden.unsqueeze(0), position_ids.unsqueeze(0)
+    kinds = language_model.config.layer_types[layers[0] : layers[1]]
+    rotary = {kind: language_model.rotary_emb(row, positions, kind) for kind in dict.fromkeys(kinds)}
+    for kind, layer in zip(kinds, language_model.layers[layers[0] : layers[1]], strict=True):
+        row = layer(
+            row,
+            position_embeddings=rotary[kind],
+            attention_mask=None,
+            position_ids=positions,
+            segment_offsets=segment_offsets,
+            two_way_spans=tuple(spans),
+        )
+    return row.squeeze(0)
+
+
+def check_gemma3_text(text: Any) -> None:
+    """Raise RuntimeConfigError for a setting that `decode_gemma3` or `logits` would leave out."""
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if value := getattr(text, name, None):
+            raise RuntimeConfigError(f"model: text_config.{name}: expected none, found {value}; it is not executed.")

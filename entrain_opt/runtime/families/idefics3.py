@@ -16,8 +16,9 @@ from entrain_opt.runtime.families.towers import SquareTowerFamily
 
 
 class Idefics3Family(SquareTowerFamily):
-    """`Idefics3ForConditionalGeneration` and `SmolVLMForConditionalGeneration`, images only."""
+    """`Idefics3ForConditionalGeneration` and `SmolVLMForConditionalGeneration`; a frame of a video is one tile."""
 
+    executes_videos = True
     text_types = LLAMA_LIKE
     encoder_types = ("idefics3_vision", "smolvlm_vision")
     llm_name = "text_model"

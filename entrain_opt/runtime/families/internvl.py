@@ -12,8 +12,9 @@ from entrain_opt.runtime.families.base import INPUT, LLAMA_LIKE, OUTPUT, UNUSED,
 
 
 class InternVLFamily(Family):
-    """`InternVLForConditionalGeneration`, images only."""
+    """`InternVLForConditionalGeneration`; each frame of a video is one tile."""
 
+    executes_videos = True
     text_types = LLAMA_LIKE
     encoder_types = ("internvl_vision",)
 
@@ -58,6 +59,9 @@ class InternVLFamily(Family):
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.segments), self.rows, self.vision.hidden_size)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.num_channels, *[_side(self.vision.image_size)] * 2)
+
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         inner: Any = model.model
         tower = inner.vision_tower
@@ -70,6 +74,10 @@ class InternVLFamily(Family):
             return hidden
         if self.uses_norm:
             hidden = tower.layernorm(hidden)
+        return self.project(inner, hidden)
+
+    def project(self, inner: Any, hidden: Tensor) -> Tensor:
+        """[tiles, rows, vision width] of the last layer -> [features, llm width]."""
         side = int((self.rows - 1) ** 0.5)
         grid = hidden[:, 1:].reshape(len(hidden), side, side, -1)
         merged = inner.pixel_shuffle(grid, scale_factor=self.config.downsample_ratio)

@@ -42,13 +42,21 @@ class LlavaNextFamily(LlavaFamily):
 
 
 class LlavaOnevisionFamily(LlavaNextFamily):
-    """`LlavaOnevisionForConditionalGeneration`, images only."""
+    """`LlavaOnevisionForConditionalGeneration`; frames of a video are pooled, and one newline ends them all."""
+
+    executes_videos = True
 
     def pack(self, inner: Any, of_items: Any, sizes: list[tuple[int, ...]]) -> list[Tensor]:
-        packed: list[Tensor] = inner.pack_image_features(
-            of_items,
-            sizes,
+        return [self._pack_one(inner, item, size) for item, size in zip(of_items, sizes, strict=True)]
+
+    def _pack_one(self, inner: Any, item: Tensor, size: tuple[int, ...]) -> Tensor:
+        """Features of an image, given (height, width), or of a video, given (frames,)."""
+        if len(size) == 1:
+            return torch.cat([inner.apply_pooling(item).flatten(0, 1), inner.image_newline[None]])
+        packed: Tensor = inner.pack_image_features(
+            [item],
+            [size],
             image_newline=inner.image_newline,
             vision_aspect_ratio=self.config.vision_aspect_ratio,
-        )[0]
+        )[0][0]
         return packed

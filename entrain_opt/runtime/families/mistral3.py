@@ -57,6 +57,9 @@ class Mistral3Family(Family):
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         return unit.patches
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.num_channels * self.vision.patch_size**2,)
+
     def features(self, patches: int, segments: int, tokens: int) -> int:
         return patches // self.merge**2
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from entrain_opt.runtime.families.base import INPUT, OUTPUT, Family, IntArray, MediaUnit, Place, consecutive_runs
+from entrain_opt.workload.media.rule import FrameValues
 
 
 class NativeResolutionFamily(Family):
@@ -52,7 +53,7 @@ class NativeResolutionFamily(Family):
         older = name.replace(llm, "model.") if name.startswith(llm) else name.removeprefix("model.")
         return [name, older]
 
-    def video_rows(self, frames: Sequence[Any], processor: Any) -> Tensor:
+    def video_rows(self, frames: Sequence[Any], processor: Any, values: FrameValues | None) -> Tensor:
         """[P, values]: the image processor makes an image of `temporal` equal frames; here each gets its own."""
         temporal: int = self.vision.temporal_patch_size
         rows = processor(images=list(frames), do_resize=False, return_tensors="pt")["pixel_values"]
@@ -67,6 +68,9 @@ class NativeResolutionFamily(Family):
 
     def input_rows(self, unit: MediaUnit) -> tuple[int, ...]:
         return unit.patches
+
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.in_channels * self.vision.temporal_patch_size * self.vision.patch_size**2,)
 
     def grids(self, unit: MediaUnit, device: torch.device) -> Tensor:
         """[items, 3] frames, rows and columns of patches."""

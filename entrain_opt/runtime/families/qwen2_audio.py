@@ -56,6 +56,9 @@ class Qwen2AudioFamily(Family):
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.segments), self.audio.max_source_positions, self.audio.d_model)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.audio.num_mel_bins, 2 * self.audio.max_source_positions)
+
     def encode(self, model: nn.Module, hidden: Tensor, layers: tuple[int, int], unit: MediaUnit) -> Tensor:
         inner: Any = model.model
         tower = inner.audio_tower

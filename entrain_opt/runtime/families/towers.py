@@ -52,6 +52,9 @@ class SquareTowerFamily(Family):
     def encoder_shape(self, unit: MediaUnit, end: int) -> tuple[int, ...]:
         return (sum(unit.segments), self.rows_per_segment(), self.vision.hidden_size)
 
+    def row_shape(self, module: str) -> tuple[int, ...]:
+        return (self.vision.num_channels, self.vision.image_size, self.vision.image_size)
+
     def tower(self, model: nn.Module) -> Any:
         tower = getattr(model.model, self.tower_name)
         return getattr(tower, "vision_model", tower)

@@ -11,13 +11,20 @@ The `*_config` are those of Transformers; at least one encoder has to be there. 
     linear   one linear layer
     mlp      linear, GELU, linear
 
-with `bias` (true) and, for the last two, `stack`: how many neighbouring patches are joined into one token (1), and for
-`mlp` the inner `hidden_size` (the language model's width). Features are the encoder's last, behind its last norm where
-it has one (CLIP has none for patches). The class token, if any, is dropped before stacking.
+with `bias` (true) and, for the last two, one way to make fewer tokens of the patches (each 1 where it is left out)
+
+    stack    neighbours in a row of patches or positions, whose values are joined
+    merge    sides of a square of patches, whose values are joined (the pixel shuffle of InternVL, Idefics3, SmolVLM)
+    pool     sides of a square of patches, of which the mean is taken (Gemma 3)
+
+then a `norm` before the first matrix (`layer_norm` or `rms_norm`; none where it is left out), and for `mlp` the inner
+`hidden_size` (the language model's width). Features are the encoder's last, behind its last norm where it has one (CLIP
+has none for patches). The class token, if any, is dropped first.
 
 To train it, the config needs `image_token_id` and `audio_token_id`, rows of the embedding that the chat template's
-placeholders have. Towers that are executed: CLIP, SigLIP, Qwen2.5-VL's, Qwen3-VL's, Whisper's, Qwen2-Audio's; language
-models: Llama, Mistral, Qwen2, Qwen3. The others are planned for only. Weights of parts lie in folders of their own:
+placeholders have. Towers that are executed: CLIP, SigLIP, InternVL's, Idefics3's, SmolVLM's, Qwen2.5-VL's, Qwen3-VL's,
+Whisper's, Qwen2-Audio's; language models: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Mixtral, Qwen3-MoE. The others are
+planned for only. Weights of parts lie in folders of their own:
 
     "weights": {"vision_tower": "../Qwen2.5-VL-3B-Instruct", "language_model": "../Llama-3.2-1B"}
 
@@ -27,6 +34,7 @@ model folder or a cached hub id; a part that is not named is drawn from the seed
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +55,10 @@ _QWEN2_5_VISION = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder")
 _QWEN3_VISION = ("qwen3_vl_vision", "qwen3_vl_moe_vision")
 _VISION_TYPES = (*TOWER_TYPES, *_QWEN2_5_VISION, *_QWEN3_VISION)
 _PROJECTORS = ("own", "linear", "mlp")
+#: Ways to make fewer tokens -> the power of their number by which a joined row is wider than one patch.
+_JOINS = {"stack": 1, "merge": 2, "pool": 0}
+#: Norm -> learnt values per value of a row.
+_NORMS = {"layer_norm": 2, "rms_norm": 1}
 
 
 def read_composed(config: dict[str, Any], where: str) -> Parts:
@@ -107,12 +119,30 @@ def _with_projector(module: ModuleSpec, own_width: int | None, projector: Fields
                 f"hidden_size {out}. Set out_hidden_size (vision) or output_dim (audio)."
             )
         return module
-    projector.values.setdefault("stack", 1)
     projector.values.setdefault("hidden_size", out)
-    width, biased = module.hidden_size * projector.count("stack"), projector.flag("bias")
+    width, biased = module.hidden_size * _joined(projector, is_audio=module.name == "audio"), projector.flag("bias")
+    norm = projector.get("norm")
+    if norm is not None and norm not in _NORMS:
+        raise RuntimeConfigError(f"{projector.where}: norm: expected one of {sorted(_NORMS)}, found {norm!r}.")
     if kind == "linear":
         parameters = width * out + biased * out
     else:
         inner = projector.count("hidden_size")
         parameters = width * inner + inner * out + biased * (inner + out)
+    parameters += width * _NORMS[norm] if norm is not None else 0
     return replace(module, output_parameters=module.output_parameters + parameters)
+
+
+def _joined(projector: Fields, *, is_audio: bool) -> int:
+    """By how much a joined row is wider than a patch or position."""
+    for name in _JOINS:
+        projector.values.setdefault(name, 1)
+    counts = {name: projector.count(name) for name in _JOINS}
+    used = [name for name, count in counts.items() if count > 1]
+    allowed = ["stack"] if is_audio else list(_JOINS)
+    if len(used) > 1 or not set(used) <= set(allowed):
+        raise RuntimeConfigError(
+            f"{projector.where}: expected at most one of {allowed} above 1, found "
+            f"{ ({name: counts[name] for name in used}) }."
+        )
+    return math.prod(counts[name] ** power for name, power in _JOINS.items())

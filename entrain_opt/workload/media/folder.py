@@ -104,15 +104,19 @@ class ModelFiles:
         """Whether the config is of this project's own form."""
         return self.family == COMPOSED_TYPE
 
-    def stack(self, projector: str) -> int:
+    def stack(self, projector: str, field: str = "stack") -> int:
         """Neighbours that the projector of a composed model joins into one token; 1 in other models.
+
+        Args:
+            projector: name of its settings.
+            field: `stack`, or `merge` or `pool`: sides of a square.
 
         Raises:
             RuntimeConfigError: not a positive number.
         """
-        stack = setting(setting(self.config, projector, {}), "stack", 1) if self.is_composed else 1
+        stack = setting(setting(self.config, projector, {}), field, 1) if self.is_composed else 1
         if not isinstance(stack, int) or stack < 1:
-            raise RuntimeConfigError(f"{self.folder}: {projector}.stack: expected at least 1, found {stack!r}.")
+            raise RuntimeConfigError(f"{self.folder}: {projector}.{field}: expected at least 1, found {stack!r}.")
         return stack
 
     @property

@@ -90,12 +90,16 @@ def _tower_counts(files: ModelFiles, size: tuple[int, int]) -> dict[str, int]:
     _, grid_side = _checked_tower(files, size)
     patches = grid_side**2 + (files.vision.get("model_type") in _CLASS_TOKEN_TOWERS)
     if files.is_composed:
-        stack = files.stack("vision_projector")
-        if grid_side**2 % stack:
-            raise RuntimeConfigError(
-                f"{files.folder}: vision_projector.stack: expected a divisor of {grid_side**2} patches, found {stack}."
-            )
-        return {"patches": patches, "tokens": grid_side**2 // stack}
+        tokens = grid_side**2
+        for field, whole in (("stack", grid_side**2), ("merge", grid_side), ("pool", grid_side)):
+            joined = files.stack("vision_projector", field)
+            if whole % joined:
+                raise RuntimeConfigError(
+                    f"{files.folder}: vision_projector.{field}: expected a divisor of {whole} patches"
+                    f"{' per side' * (field != 'stack')}, found {joined}."
+                )
+            tokens //= joined if field == "stack" else joined**2
+        return {"patches": patches, "tokens": tokens}
     usual = "full" if files.family == "llava_onevision" else "default"
     drops_first = setting(files.config, "vision_feature_select_strategy", usual) == "default"
     return {"patches": patches, "tokens": patches - drops_first}

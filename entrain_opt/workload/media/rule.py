@@ -44,11 +44,34 @@ class MediaSize:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FrameValues:
+    """How a video processor makes values of pixels.
+
+    Attributes:
+        mean, std: per channel, of values between 0 and 1.
+        resample: PIL's number of the filter.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    resample: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VideoFrames:
-    """Frames that a processor takes of a video: their indices, and (width, height) that they are resized to."""
+    """Frames that a processor takes of a video.
+
+    Attributes:
+        indices: of the frames.
+        size: (width, height) that they are resized to.
+        first_size: that they are resized to before; None if they are not.
+        values: None where the image processor's settings hold.
+    """
 
     indices: tuple[int, ...]
     size: tuple[int, int]
+    first_size: tuple[int, int] | None = None
+    values: FrameValues | None = None
 
 
 class MediaRule:

@@ -19,7 +19,15 @@ from datetime import timedelta
 
 from entrain_opt.errors import WorkloadError
 from entrain_opt.workload.media.frames import ASSUMED_FPS, FrameSampling, IntArray
-from entrain_opt.workload.media.rule import Expansion, MediaRule, MediaSize, check_sides, expansion_size
+from entrain_opt.workload.media.rule import (
+    Expansion,
+    FrameValues,
+    MediaRule,
+    MediaSize,
+    VideoFrames,
+    check_sides,
+    expansion_size,
+)
 from entrain_opt.workload.media.text import TextCounter
 
 _MAX_SIDE = 4096
@@ -66,9 +74,7 @@ class SplitRule(MediaRule):
         check_sides(width, height)
         if self.longest_edge is None:
             return 0, 0
-        sides = _scaled(width, height, self.longest_edge)
-        sides = (sides[0], sides[1] + sides[1] % 2) if width >= height else (sides[0] + sides[0] % 2, sides[1])
-        sides = (max(1, sides[0]), max(1, sides[1]))
+        sides = _even_scaled(width, height, self.longest_edge)
         if max(sides) > _MAX_SIDE:
             sides = _scaled(*sides, _MAX_SIDE)
             sides = (max(1, sides[0]), max(1, sides[1]))
@@ -88,12 +94,18 @@ class TimedFrameRule(MediaRule):
 
     Attributes:
         patches_per_frame, tokens_per_frame: of every sampled frame.
+        longest_edge: pixels of a frame's longer side, before it is made a square.
+        side: pixels of that square.
+        values: how its pixels are scaled.
         sampling: which frames.
         text: counts the tokens of the sentences and tags.
     """
 
     patches_per_frame: int
     tokens_per_frame: int
+    longest_edge: int
+    side: int
+    values: FrameValues
     sampling: FrameSampling
     text: TextCounter
 
@@ -109,6 +121,15 @@ class TimedFrameRule(MediaRule):
 
     def video_expansion(self, num_frames: int, width: int, height: int, fps: float | None = None) -> Expansion:
         return self._expansion(self._indices(num_frames, width, height, fps), num_frames, fps)
+
+    def video_frames(self, num_frames: int, width: int, height: int, fps: float | None = None) -> VideoFrames:
+        indices = self._indices(num_frames, width, height, fps)
+        return VideoFrames(
+            indices=tuple(indices.tolist()),
+            first_size=_even_scaled(width, height, min(self.longest_edge, _MAX_SIDE)),
+            size=(self.side, self.side),
+            values=self.values,
+        )
 
     def _indices(self, num_frames: int, width: int, height: int, fps: float | None) -> IntArray:
         check_sides(width, height, what="video")
@@ -132,6 +153,13 @@ def _scaled(width: int, height: int, longest: int) -> tuple[int, int]:
     """(width, height) of the same shape whose longer side is `longest`; the other is rounded down."""
     ratio = width / height
     return (longest, int(longest / ratio)) if width >= height else (int(longest * ratio), longest)
+
+
+def _even_scaled(width: int, height: int, longest: int) -> tuple[int, int]:
+    """The same, the other side made even and at least 1."""
+    sides = _scaled(width, height, longest)
+    sides = (sides[0], sides[1] + sides[1] % 2) if width >= height else (sides[0] + sides[0] % 2, sides[1])
+    return max(1, sides[0]), max(1, sides[1])
 
 
 def split_expansion(rows: int, columns: int, tokens_per_tile: int) -> Expansion:

@@ -9,8 +9,16 @@ import math
 from dataclasses import dataclass, field
 from functools import cache
 
-from entrain_opt.workload.media.frames import FrameSampling
-from entrain_opt.workload.media.rule import Expansion, MediaRule, MediaSize, check_sides, expansion_size
+from entrain_opt.workload.media.frames import FrameSampling, IntArray
+from entrain_opt.workload.media.rule import (
+    Expansion,
+    FrameValues,
+    MediaRule,
+    MediaSize,
+    VideoFrames,
+    check_sides,
+    expansion_size,
+)
 from entrain_opt.workload.media.text import TextCounter
 
 
@@ -103,6 +111,8 @@ class FrameSquareRule(MediaRule):
 
     Attributes:
         patches_per_frame, tokens_per_frame: of every sampled frame.
+        side: pixels of a frame's square.
+        values: how its pixels are scaled.
         sampling: which frames.
         newline_tokens: once, after the last frame.
         opening, closing: text around each frame's tokens.
@@ -112,6 +122,8 @@ class FrameSquareRule(MediaRule):
 
     patches_per_frame: int
     tokens_per_frame: int
+    side: int
+    values: FrameValues
     sampling: FrameSampling
     newline_tokens: int = 0
     opening: str = ""
@@ -124,16 +136,24 @@ class FrameSquareRule(MediaRule):
         return ("video",)
 
     def video(self, num_frames: int, width: int, height: int, fps: float | None = None) -> MediaSize:
-        frames = self._frames(num_frames, width, height, fps)
+        frames = len(self._indices(num_frames, width, height, fps))
         patches = frames * self.patches_per_frame
         return expansion_size(self._expansion(frames), self.text, patches=patches, segments=frames)
 
     def video_expansion(self, num_frames: int, width: int, height: int, fps: float | None = None) -> Expansion:
-        return self._expansion(self._frames(num_frames, width, height, fps))
+        return self._expansion(len(self._indices(num_frames, width, height, fps)))
 
-    def _frames(self, num_frames: int, width: int, height: int, fps: float | None) -> int:
+    def video_frames(self, num_frames: int, width: int, height: int, fps: float | None = None) -> VideoFrames:
+        indices = self._indices(num_frames, width, height, fps)
+        return VideoFrames(indices=tuple(indices.tolist()), size=(self.side, self.side), values=self.values)
+
+    def video_shape(self, num_frames: int, width: int, height: int, fps: float | None = None) -> tuple[int, ...]:
+        """(frames,)."""
+        return (len(self._indices(num_frames, width, height, fps)),)
+
+    def _indices(self, num_frames: int, width: int, height: int, fps: float | None) -> IntArray:
         check_sides(width, height, what="video")
-        return len(self.sampling.indices(num_frames, fps))
+        return self.sampling.indices(num_frames, fps)
 
     def _expansion(self, frames: int) -> Expansion:
         if not self.names_frames:

@@ -6,9 +6,9 @@ from typing import Any
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.spec.folder import first_value
-from entrain_opt.workload.media.folder import ModelFiles, edges, setting, tower_side
+from entrain_opt.workload.media.folder import ModelFiles, edges, setting, square, tower_side
 from entrain_opt.workload.media.frames import FrameSampling, Method
-from entrain_opt.workload.media.rule import MediaRule
+from entrain_opt.workload.media.rule import FrameValues, MediaRule
 from entrain_opt.workload.media.smart_resize import SmartResizeVideoRule
 from entrain_opt.workload.media.splits import SplitRule, TimedFrameRule
 from entrain_opt.workload.media.text import TextCounter
@@ -18,6 +18,12 @@ _QWEN2 = {"qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker"}
 _QWEN2_TOWERS = {"qwen2_5_vl_vision", "qwen2_5_vl", "qwen2_5_omni_vision_encoder"}
 _QWEN3 = {"qwen3_vl", "qwen3_vl_moe"}
 _OMNI = {"qwen2_5_omni", "qwen2_5_omni_thinker"}
+_BICUBIC, _LANCZOS = 3, 1
+#: Defaults of the video processors.
+_CLIP_VALUES = FrameValues(
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711), resample=_BICUBIC
+)
+_SMOLVLM_VALUES = FrameValues(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5), resample=_LANCZOS)
 #: How many of fps and num_frames each way of sampling takes.
 _GIVEN: dict[Method, tuple[int, ...]] = {
     "uniform": (0, 1, 2),
@@ -45,17 +51,23 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
     if family in _QWEN3:
         return _qwen_rule(files, settings, text=text)
     if family == "llava_onevision":
-        _, grid_side = tower_side(files)
+        image_side, grid_side = tower_side(files)
+        _check_square(files, settings, image_side)
         return FrameSquareRule(
             patches_per_frame=grid_side**2,
             tokens_per_frame=((grid_side + 1) // 2) ** 2,
+            side=image_side,
+            values=_values(files, settings, _CLIP_VALUES),
             newline_tokens=1,
             sampling=_sampling(files, settings, "uniform"),
         )
     if isinstance(image_rule, TileRule) and family == "internvl":
+        _check_square(files, settings, image_rule.tile_width)
         return FrameSquareRule(
             patches_per_frame=image_rule.patches_per_tile,
             tokens_per_frame=image_rule.tokens_per_tile,
+            side=image_rule.tile_width,
+            values=_values(files, settings, _CLIP_VALUES),
             opening=image_rule.opening,
             closing=image_rule.closing,
             names_frames=True,
@@ -64,6 +76,7 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
         )
     if isinstance(image_rule, SplitRule) and family == "smolvlm":
         chosen = settings.get("video_sampling") or {}
+        size = {"size": settings.get("size") or setting(chosen, "video_size", {})}
         settings = {**settings, "num_frames": setting(chosen, "max_frames", settings.get("num_frames"))}
         settings["fps"] = setting(chosen, "fps", settings.get("fps"))
         # The chat template's call samples wherever the settings name a rate.
@@ -71,10 +84,36 @@ def video_rule(files: ModelFiles, image_rule: MediaRule, text: TextCounter) -> M
         return TimedFrameRule(
             patches_per_frame=image_rule.patches_per_tile,
             tokens_per_frame=image_rule.tokens_per_tile,
+            longest_edge=edges(size, "size", {"longest_edge": 4 * 364}, files.folder)["longest_edge"],
+            side=image_rule.tile_side,
+            values=_values(files, settings, _SMOLVLM_VALUES),
             sampling=_sampling(files, settings, "smolvlm"),
             text=text,
         )
     return None
+
+
+def _check_square(files: ModelFiles, settings: dict[str, Any], side: int) -> None:
+    """Raise RuntimeConfigError unless frames become the square that the tower takes; no size given means that."""
+    found = square(settings, "size", {"height": side, "width": side}, files.folder)
+    if found != (side, side):
+        raise RuntimeConfigError(
+            f"{files.folder}: size: the video processor makes frames of {found[0]} x {found[1]}, the vision tower "
+            f"takes {side} x {side}."
+        )
+    if settings.get("do_center_crop"):
+        raise RuntimeConfigError(f"{files.folder}: do_center_crop: expected false for videos, found true.")
+
+
+def _values(files: ModelFiles, settings: dict[str, Any], default: FrameValues) -> FrameValues:
+    for name in ("do_resize", "do_rescale", "do_normalize"):
+        if setting(settings, name, True) is not True:
+            raise RuntimeConfigError(f"{files.folder}: {name}: expected true for videos, found {settings[name]!r}.")
+    return FrameValues(
+        mean=tuple(setting(settings, "image_mean", default.mean)),
+        std=tuple(setting(settings, "image_std", default.std)),
+        resample=setting(settings, "resample", default.resample),
+    )
 
 
 def _qwen_rule(files: ModelFiles, settings: dict[str, Any], *, text: TextCounter | None) -> SmartResizeVideoRule:
