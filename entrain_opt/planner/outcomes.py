@@ -77,7 +77,9 @@ def _why(outcome: Outcome, best: Outcome) -> str:
     assert outcome.replay is not None
     assert best.replay is not None
     seconds, fastest = outcome.seconds, best.seconds
-    if seconds <= fastest:
+    if abs(seconds - fastest) <= 1e-6 * fastest:
+        return f"as fast ({format_seconds(seconds)} replayed): the first found is taken"
+    if seconds < fastest:
         return f"not slower on the first batches only ({format_seconds(seconds)} replayed)"
     said = f"{seconds / fastest - 1:.1%} slower ({format_seconds(seconds)} replayed): its busiest rank"
     busy, other = max(outcome.replay.busy_share) * seconds, max(best.replay.busy_share) * fastest
