@@ -5,8 +5,9 @@
 
 A small model (four encoder and four language-model layers, everything trained, AdamW, clipped gradients) learns from
 the quickstart's data with `entrain fit`, once under each plan: replicas, pipelines, shared layers, recomputed
-activations, schedules and policies, on one, two and four processes. Printed is, for
-each plan, by which share its loss differs at most from that of one process, over all steps. Ends with status 1 if that is more than `--tolerance` anywhere.
+activations, schedules and policies, on one, two and four processes. Printed is, for each plan, by which share its loss
+differs at most from that of one process, over all steps. Ends with status 1 if that is more than `--tolerance`
+anywhere.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from entrain_opt.assigner import assign_microbatches, sample_work
 from entrain_opt.assigner.registry import find_policy
-from entrain_opt.assigner.statistics import assignment_statistics, media_seconds
+from entrain_opt.assigner.statistics import AssignmentStatistics, assignment_statistics, media_seconds
 from entrain_opt.assignment import Assignment, BatchCosts
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import AssignmentError, PlanError, ScheduleError
@@ -153,6 +153,8 @@ class Bench:
         self.trained_stages = [module.anything_trained for module in modules]
         self._samples = samples
         self._assigned: dict[tuple[str, int, int, int | None], Assignment] = {}
+        #: What schedules of an assignment share: lower bound and statistics.
+        self._judged: dict[tuple[str, int, int, int | None], tuple[float, AssignmentStatistics]] = {}
         self._demand: Demand | None = None
 
     def shape(self, num_microbatches: int, cap_bytes: int | None) -> PipelineShape:
@@ -261,12 +263,9 @@ class Bench:
         )
 
     def _measure(self, batch: int, policy: str, schedule: str, count: int, cap_bytes: int | None) -> dict[str, float]:
-        costs = self.batches[batch]
-        assignment = self.assignment(batch, policy, count, cap_bytes=cap_bytes)
+        bound, statistics = self._judgement(batch, policy, count, cap_bytes)
         timeline = self.timeline(batch, policy, schedule, count, cap_bytes=cap_bytes)
-        statistics = assignment_statistics(costs, assignment, self.plan.pipeline_shape)
         peaks = timeline.peak_bytes + self.recomputed_bytes(batch, policy, count, cap_bytes=cap_bytes)
-        bound = work_bound(costs, assignment, self.plan.pipeline_shape)
         return {
             "step_seconds": timeline.makespan_seconds,
             "bubble_share": timeline.bubble_share_of_devices(self.plan.degrees.widths),
@@ -276,6 +275,17 @@ class Bench:
             "deferred_samples": float(statistics.deferred_samples),
             "peak_bytes": float(peaks.max(initial=0.0)),
         }
+
+    def _judgement(
+        self, batch: int, policy: str, count: int, cap_bytes: int | None
+    ) -> tuple[float, AssignmentStatistics]:
+        key = (policy, count, batch, cap_bytes)
+        if key not in self._judged:
+            costs, shape = self.batches[batch], self.plan.pipeline_shape
+            assignment = self.assignment(batch, policy, count, cap_bytes=cap_bytes)
+            statistics = assignment_statistics(costs, assignment, shape)
+            self._judged[key] = (work_bound(costs, assignment, shape), statistics)
+        return self._judged[key]
 
 
 def best_trial(trials: list[Trial]) -> int | None:
