@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from entrain_opt.cli.main import main
 from entrain_opt.cli.plan_arguments import asked_recipe
@@ -44,6 +47,43 @@ def folder(tmp_path_factory):
     columns = dict(zip(("sample_id", "image_sizes", "text_words"), map(list, zip(*rows, strict=True)), strict=True))
     pq.write_table(pa.table(columns), folder / "trace.parquet")
     return folder
+
+
+@pytest.fixture(scope="module")
+def base_packages(tmp_path_factory):
+    """A folder of the base dependencies and what they need, but for torch, Lightning and Transformers."""
+    target = tmp_path_factory.mktemp("packages")
+    found: set[str] = set()
+    asked = [Requirement(text) for text in distribution("entrain-opt").requires or ()]
+    while asked:
+        one = asked.pop()
+        name = canonicalize_name(one.name)
+        if name in found | {"torch", "pytorch-lightning", "transformers"} or not (
+            one.marker is None or one.marker.evaluate({"extra": ""})
+        ):
+            continue
+        found.add(name)
+        installed = distribution(name)
+        asked += [Requirement(text) for text in installed.requires or ()]
+        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+            (target / top).symlink_to(Path(installed.locate_file(top)))
+    return target
+
+
+def test_plans_where_only_the_base_dependencies_are_installed(folder, base_packages):
+    """Without site packages, so there is nothing else to import."""
+    code = (
+        f"import sys; sys.path += {[str(base_packages), str(ROOT)]}\n"
+        "from importlib.util import find_spec\n"
+        "assert not any(find_spec(name) for name in ('torch', 'transformers', 'pytorch_lightning', 'pytest'))\n"
+        "from entrain_opt.cli.main import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    output = folder / "bare.yaml"
+    command = [sys.executable, "-I", "-S", "-c", code, *flags(folder, "--output", str(output))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Plan.read(output).degrees.world_size == 4
 
 
 def flags(folder: Path, *more: str, devices: str = "4", cluster: str = "A100-80GB") -> list[str]:
