@@ -24,7 +24,7 @@ from entrain_opt.planner.search import Ranked, best_partition
 #: Other degrees are replayed if predicted to lose at most this share (one in any case), and at most so many.
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 #: Replays on the first batches, and how many candidates (of different degrees or layers) get more.
-MOST_REPLAYS, FINALISTS = 20, 4
+MOST_REPLAYS, FINALISTS = 16, 4
 #: Global batches that candidates are replayed on at first.
 FIRST_ROUND = 2
 #: Global batches that finalists are replayed on, round by round, and by which share slower than the fastest is out.
@@ -189,11 +189,11 @@ class Candidates:
             return list(self.outcomes.values())
         while True:
             best = self._best()
+            for ranked in self._twins([best]):
+                self._try(ranked)
             for neighbours in (count_neighbours, border_neighbours):
                 for ranked in neighbours(self.instance, best.ranked):
                     self._try(ranked)
-            for ranked in self._twins([best]):
-                self._try(ranked)
             if self._best() is best:
                 break
         ordered = sorted(self.outcomes.values(), key=self._rank)
