@@ -9,7 +9,7 @@ from typing import Any
 
 from entrain_opt.cli.recipe import Recipe, read_recipe
 from entrain_opt.errors import PlanError, RuntimeConfigError
-from entrain_opt.planner.options import RECOMPUTES, PlanOptions, device_options
+from entrain_opt.planner.options import DATA_PARALLEL_CHOICES, RECOMPUTES, PlanOptions, device_options
 from entrain_opt.spec.cluster import find_cluster_device
 from entrain_opt.units import GIB
 
@@ -42,6 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="degrees to plan for; above 1 they cannot be trained yet (default: 1)",
     )
     parser.add_argument("--recompute", choices=RECOMPUTES, help="of activations (default: never)")
+    parser.add_argument(
+        "--data-parallel",
+        choices=DATA_PARALLEL_CHOICES,
+        help="of optimizer state over replicas (default: search)",
+    )
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="what one rank may use")
     parser.add_argument("--bad-samples", choices=("error", "skip"), help="default: error")
 
@@ -63,7 +68,16 @@ def asked_recipe(arguments: argparse.Namespace) -> Recipe:
         recipe = _from_flags(arguments)
     changed = {
         name: getattr(arguments, name)
-        for name in ("precision", "method", "policy", "schedule", "tensor_degrees", "context_degrees", "recompute")
+        for name in (
+            "precision",
+            "method",
+            "policy",
+            "schedule",
+            "tensor_degrees",
+            "context_degrees",
+            "recompute",
+            "data_parallel",
+        )
         if getattr(arguments, name) is not None
     }
     if arguments.memory_gib is not None:

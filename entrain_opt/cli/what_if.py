@@ -168,8 +168,9 @@ def short_plan(plan: Plan) -> str:
     ):
         if used != 1:
             shared += f", {name} {'+'.join(str(degree_of(min(held))) for held in ranks.values())}"
-    recompute = ", recompute" if any(stage.recompute for stage in plan.stages) else ""
-    return f"{degrees.data} x {degrees.pipeline} ({parts}){shared}{recompute}, {plan.num_microbatches} microbatches"
+    shared += ", recompute" if any(stage.recompute for stage in plan.stages) else ""
+    shared += ", sharded" if plan.shards_state else ""
+    return f"{degrees.data} x {degrees.pipeline} ({parts}){shared}, {plan.num_microbatches} microbatches"
 
 
 def plain_cases(cases: list[Case]) -> list[dict[str, Any]]:

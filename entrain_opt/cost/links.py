@@ -52,12 +52,19 @@ class Links:
 
         On a ring for each place in a tensor group: of n devices each sends 2 (n - 1) / n of the bytes.
         """
-        members = degrees.data * context
+        inside = degrees.data == 1 or degrees.world_size <= self.devices_per_node
+        return self._ring_seconds(degrees.data * context, num_bytes, passes=2, inside=inside)
+
+    def share_seconds(self, degrees: ParallelDegrees, num_bytes: float) -> float:
+        """One pass around the ring of the replicas: each gets the sum of its share, or gathers the others' shares."""
+        inside = degrees.world_size <= self.devices_per_node
+        return self._ring_seconds(degrees.data, num_bytes, passes=1, inside=inside)
+
+    def _ring_seconds(self, members: int, num_bytes: float, *, passes: int, inside: bool) -> float:
         if members == 1 or num_bytes <= 0:
             return 0.0
-        inside = degrees.data == 1 or degrees.world_size <= self.devices_per_node
         speed = self.link_bytes_per_second if inside else self.network_bytes_per_second
-        return 2 * (members - 1) / members * num_bytes / speed + 2 * (members - 1) * self.latency_seconds
+        return passes * (members - 1) / members * num_bytes / speed + passes * (members - 1) * self.latency_seconds
 
 
 def nodes_of_ranks(degrees: ParallelDegrees, devices_per_node: int) -> NDArray[np.int64]:

@@ -4,6 +4,10 @@ Per stage: weights, gradients and AdamW state (by precision and by what is froze
 a microbatch in flight holds until its backward, logits and their gradients per label token, outputs in messages, and
 the flat copy of a stage's gradients that is summed over replicas.
 
+Where d replicas share out the optimizer's state (`plan/shares.py`), masters and moments take 1 / d, exactly so where
+the rows of every parameter divide by d, and a row of each parameter more at most. Gradients stay whole until they are
+summed, once per step; in place of their copy there are the sums of a replica's own rows (1 / d) and one message.
+
 Activations of a layer, in values per token, counted from what autograd keeps of a pre-norm transformer layer with
 memory-efficient attention (no attention matrix is stored):
 
@@ -29,6 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from entrain_opt.cost.precision import Precision
+from entrain_opt.plan.shares import BUCKET_BYTES
 from entrain_opt.spec.model import ModelSpec, ModuleSpec
 
 
@@ -54,7 +59,9 @@ class StaticBytes:
         )
 
 
-def parameter_bytes(num_parameters: float, *, trained: bool, precision: Precision, reduced: bool) -> StaticBytes:
+def parameter_bytes(
+    num_parameters: float, *, trained: bool, precision: Precision, reduced: bool, shares: int = 1
+) -> StaticBytes:
     """Bytes of some parameters.
 
     Args:
@@ -62,13 +69,14 @@ def parameter_bytes(num_parameters: float, *, trained: bool, precision: Precisio
         trained: frozen ones have neither gradient nor optimizer state.
         precision: of the run.
         reduced: whether gradients are summed over replicas, which copies them once.
+        shares: replicas that share out the optimizer's state; its copies are those of one share then.
     """
     trained_parameters = num_parameters if trained else 0.0
     return StaticBytes(
         weights=num_parameters * (precision.weight_bytes + precision.copy_bytes),
         gradients=trained_parameters * precision.gradient_bytes,
-        optimizer=trained_parameters * precision.optimizer_bytes,
-        buffers=trained_parameters * precision.gradient_bytes if reduced else 0.0,
+        optimizer=trained_parameters * precision.optimizer_bytes / shares,
+        buffers=trained_parameters * precision.gradient_bytes / shares if reduced else 0.0,
     )
 
 
@@ -80,12 +88,29 @@ def stage_bytes(
     precision: Precision,
     reduced: bool,
     tensor: int = 1,
+    shares: int = 1,
 ) -> StaticBytes:
     """What a device of a stage with these layers holds all the time, embeddings, projector or head included."""
     body, output = stage_parameters(model, module, layers, tensor)
-    return parameter_bytes(body, trained=module.trained, precision=precision, reduced=reduced) + parameter_bytes(
-        output, trained=module.output_trained, precision=precision, reduced=reduced
-    )
+    found = StaticBytes()
+    for parameters, trained in ((body, module.trained), (output, module.output_trained)):
+        found += parameter_bytes(parameters, trained=trained, precision=precision, reduced=reduced, shares=shares)
+    if shares == 1:
+        return found
+    message = min(found.gradients, float(BUCKET_BYTES))
+    tables = table_copy_bytes(module, precision, tensor, shares)
+    ends = (layers[0] == 0) * module.trained, (layers[1] == module.num_layers) * module.output_trained
+    return found + StaticBytes(buffers=message + tables * sum(ends))
+
+
+def table_copy_bytes(module: ModuleSpec, precision: Precision, tensor: int, shares: int) -> float:
+    """Copy of the gradient of a token table or head before `shares` replicas sum it.
+
+    None where its rows divide: then the gradient itself is the message. Other parameters go through small messages.
+    """
+    if shares == 1 or module.vocabulary_size % (tensor * shares) == 0:
+        return 0.0
+    return float(module.vocabulary_size / tensor * module.hidden_size * precision.gradient_bytes)
 
 
 def held_parameters(module: ModuleSpec, tensor: int = 1) -> tuple[float, float, float]:

@@ -26,6 +26,7 @@ from entrain_opt.cost.messages import StageMessages
 from entrain_opt.cost.precision import find_precision
 from entrain_opt.cost.profile import MeasuredCosts
 from entrain_opt.cost.tensor import divided_costs
+from entrain_opt.cost.update import UpdateCosts
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 from entrain_opt.spec.cluster import ClusterSpec
@@ -247,6 +248,7 @@ class CostModel:
         encoder_seconds, llm_seconds = self.module_seconds(samples, plan)
         specs = [self.model.module(stage.module) for stage in plan.stages]
         alike, messages = AlikeStages(self.model, plan), StageMessages(self.model, plan, self.precision)
+        update = self.update
 
         def items(i: int, backward: bool) -> FloatArray:
             spec, how = specs[i], self._how(plan, i)
@@ -264,9 +266,9 @@ class CostModel:
             backward_fixed_seconds=alike.each(lambda i: fixed(i, True)),
             send_seconds=messages.send_seconds(self.links, features),
             send_fixed_seconds=self.links.latency_seconds,
-            reduce_seconds=alike.each(lambda i: self.reduce_seconds(plan, i)),
-            step_seconds=alike.each(lambda i: self._trained_parameters(plan, i) * self.step_seconds_per_parameter),
-            weight_bytes=alike.each(lambda i: self.static_bytes(plan.stages[i], plan.degrees).total),
+            reduce_seconds=alike.each(lambda i: update.reduce_seconds(plan, i)),
+            step_seconds=alike.each(lambda i: update.step_seconds(plan, i)),
+            weight_bytes=alike.each(lambda i: self.static_bytes(plan.stages[i], plan.degrees, plan.num_shares).total),
             activation_bytes=alike.each(lambda i: self.activation_bytes(plan.stages[i], samples, plan.degrees)),
             output_bytes=alike.each(messages.token_bytes),
             logit_bytes=self.logit_bytes(plan.degrees, plan.stages[-1].rank),
@@ -299,33 +301,34 @@ class CostModel:
         kept = memory.output_activation_bytes(llm, llm, self.precision)
         return memory.logit_bytes(llm, self.precision) / tensor + kept
 
-    def reduce_seconds(self, plan: Plan, stage: int) -> float:
-        """Sum of a stage's gradients over replicas and context devices, and of a tied embedding over its holders."""
-        spec, rank = self.model.module(plan.stages[stage].module), plan.stages[stage].rank
-        tensor = plan.degrees.tensor_of(rank)
-        num_bytes = self._trained_parameters(plan, stage) * self.precision.gradient_bytes
-        seconds = self.links.all_reduce_seconds(plan.degrees, num_bytes, plan.degrees.context_of(rank))
-        llm_stages = [i for i, other in enumerate(plan.stages) if other.module == spec.name]
-        ends = {llm_stages[0], llm_stages[-1]}
-        if self.model.tied_embeddings and spec.vocabulary_size and spec.trained and len(ends) == 2 and stage in ends:
-            ranks = [plan.stages[end].rank for end in sorted(ends)]
-            speed = float(self.links.between(plan.degrees, *ranks))
-            seconds += (
-                spec.input_parameters / tensor * self.precision.gradient_bytes / speed + self.links.latency_seconds
-            )
-        return seconds
+    @property
+    def update(self) -> UpdateCosts:
+        """Seconds of the end of an iteration."""
+        return UpdateCosts(
+            model=self.model,
+            links=self.links,
+            precision=self.precision,
+            step_seconds_per_parameter=self.step_seconds_per_parameter,
+        )
 
-    def _trained_parameters(self, plan: Plan, stage: int) -> float:
-        held = plan.stages[stage]
-        module, tensor = self.model.module(held.module), plan.degrees.tensor_of(held.rank)
-        return memory.trained_parameters(self.model, module, held.layers, tensor)
+    def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees, shares: int = 1) -> memory.StaticBytes:
+        """Weights, gradients, optimizer state and reduction buffer of a stage, on one device.
 
-    def static_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> memory.StaticBytes:
-        """Weights, gradients, optimizer state and reduction buffer of a stage, on one device."""
+        Args:
+            stage: of a plan.
+            degrees: of that plan.
+            shares: replicas that share out the optimizer's state (`Plan.num_shares`).
+        """
         module, tensor = self.model.module(stage.module), degrees.tensor_of(stage.rank)
         reduced = degrees.data * degrees.context_of(stage.rank) > 1
         return memory.stage_bytes(
-            self.model, module, stage.layers, precision=self.precision, reduced=reduced, tensor=tensor
+            self.model,
+            module,
+            stage.layers,
+            precision=self.precision,
+            reduced=reduced,
+            tensor=tensor,
+            shares=shares,
         )
 
     def layer_bytes(self, stage: StagePlan, degrees: ParallelDegrees) -> float:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from entrain_opt.errors import RuntimeConfigError, TrainingError
 from entrain_opt.runtime.batches import RankBatch
 from entrain_opt.runtime.executor import PipelineExecutor
-from entrain_opt.runtime.gradients import GradientReducer
 from entrain_opt.runtime.p2p import PipelineGroups
+from entrain_opt.runtime.sharded_gradients import make_reducer
 from entrain_opt.runtime.stages import RankModel
 
 NONFINITE_POLICIES = ("error", "skip")
@@ -81,7 +81,7 @@ class IterationRunner:
     ) -> None:
         if nonfinite not in NONFINITE_POLICIES:
             raise RuntimeConfigError(f"nonfinite: expected one of {list(NONFINITE_POLICIES)}, found {nonfinite!r}.")
-        self.executor = executor or PipelineExecutor(model, groups, GradientReducer(model, groups))
+        self.executor = executor or PipelineExecutor(model, groups, make_reducer(model, groups))
         assert self.executor.reducer is not None
         self.reducer = self.executor.reducer
         self.degrees = model.plan.degrees
@@ -103,9 +103,7 @@ class IterationRunner:
         """
         started = time.perf_counter()
         predicted_seconds = self._check_agreement(batch)
-        parameters = self.reducer.named_parameters().values()
-        for parameter in parameters:
-            parameter.grad = None
+        self.reducer.clear()
         result = self.executor.run(batch, training=True)
         values: list[Tensor | float] = [
             result.loss,
@@ -129,9 +127,9 @@ class IterationRunner:
         bubbles, step_seconds = summed[7 : 7 + depth].tolist(), summed[7 + depth :].tolist()
         self._norm = float(self.reducer.global_norm())
         skipped = self._check_finite(float(loss), batch)
+        parameters = self.reducer.named_parameters().values()
         self._kept = [] if skipped else [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter in parameters:
-            parameter.grad = None
+        self.reducer.clear()
         self._last_end = time.perf_counter()
         return StepMetrics(
             loss=loss.float(),

@@ -59,6 +59,7 @@ class EntrainStrategy(DDPStrategy):
         context_degrees: over how many a module's samples may be divided; None is 1 only, and others cannot be trained.
         recompute: whether layers keep their input only and run forward again in the backward pass: `never`,
             `search` (per module, where memory asks for it) or `always`.
+        data_parallel: `all_reduce`, `sharded` (replicas share out the optimizer's state), or `search` (where needed).
         device: name of the device in the catalogue, a cluster file (`.yaml`), or a device described in place; None
             takes `cpu` on a CPU, and must be given on a GPU.
         memory_gib: what one rank may use; None takes the device's memory less a reserve.
@@ -91,6 +92,7 @@ class EntrainStrategy(DDPStrategy):
         tensor_degrees: list[int] | None = None,
         context_degrees: list[int] | None = None,
         recompute: str = "never",
+        data_parallel: str = "search",
         device: str | dict[str, Any] | None = None,
         memory_gib: float | None = None,
         time_limit_seconds: float = 20.0,
@@ -126,6 +128,7 @@ class EntrainStrategy(DDPStrategy):
             "tensor_degrees": tuple(tensor_degrees or (1,)),
             "context_degrees": tuple(context_degrees or (1,)),
             "recompute": recompute,
+            "data_parallel": data_parallel,
             "memory_bytes": None if memory_gib is None else int(memory_gib * GIB),
             "time_limit_seconds": time_limit_seconds,
             "seed": seed,
@@ -265,13 +268,12 @@ class EntrainStrategy(DDPStrategy):
             executor = EmulatedExecutor(self._rank_model, self.groups, scale=self.rehearsal.scale)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._rank_model.keep_masters()
+            self._rank_model.keep_masters(self.groups)
         self._runner = IterationRunner(self._rank_model, self.groups, nonfinite=self.nonfinite, executor=executor)
         if fitting:
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
-                if set(self.plan.degrees.tensor_degrees) != {1}:
-                    check_divisible(optimizer)
+                check_divisible(optimizer, self.plan)
                 optimizer.register_step_post_hook(lambda *_: self._rank_model.masters.write_back())
         self.setup_precision_plugin()
 

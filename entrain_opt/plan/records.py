@@ -10,6 +10,7 @@ from typing import Any
 from entrain_opt.errors import PlanError
 from entrain_opt.plan.files import read_yaml_record, write_yaml
 from entrain_opt.plan.shape import PipelineShape
+from entrain_opt.plan.shares import ALL_REDUCE, DATA_PARALLELS, SHARDED
 from entrain_opt.spec.model import TOWER_PARTS
 
 
@@ -207,8 +208,21 @@ class Plan:
     frozen: tuple[str, ...] = ()
     patches_in_flight: int | None = None
     tokens_in_flight: int | None = None
+    data_parallel: str = ALL_REDUCE
+    """`all_reduce`: every replica sums all gradients and updates all weights. `sharded`: each has the sum, the float32
+    masters and the optimizer's state of its rows alone, updates them, and gets the others' weights once per step."""
     predicted: Prediction | None = None
     provenance: Provenance = field(default_factory=lambda: Provenance(method="manual", cost_source="none"))
+
+    @property
+    def shards_state(self) -> bool:
+        """Whether replicas share out the optimizer's state; one replica has nobody to share it with."""
+        return self.data_parallel == SHARDED and self.degrees.data > 1
+
+    @property
+    def num_shares(self) -> int:
+        """Replicas that share out the optimizer's state; 1 if each holds all of it."""
+        return self.degrees.data if self.shards_state else 1
 
     @property
     def encoder_modules(self) -> tuple[str, ...]:
@@ -249,6 +263,8 @@ class Plan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"{name}: expected at least 1, found {value}.")
+        if self.data_parallel not in DATA_PARALLELS:
+            raise PlanError(f"data_parallel: expected one of {list(DATA_PARALLELS)}, found {self.data_parallel!r}.")
         if self.degrees.data > self.global_batch_size:
             raise PlanError(
                 f"degrees.data: expected at most global_batch_size ({self.global_batch_size}) replicas, found "

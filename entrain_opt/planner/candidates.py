@@ -4,18 +4,20 @@ The closed form of `estimates.py` ranks choices well but not to the percent: it 
 the solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
 global batches, or one where that shows that they are far behind; from the fastest a descent goes to neighbouring
 microbatch counts and borders; the fastest few are replayed on more and more batches, as long as they are not behind,
-and the fastest of those wins. All see the same batches, so differences show long before means do.
-Deterministic; ties go to the earlier candidate. Price: 20 to 50 replays of one replica.
+and the fastest of those wins. All see the same batches, so differences show long before means do. Where memory keeps
+microbatches of a plan out, the same plan is replayed with the optimizer's state shared out over the replicas.
+Deterministic; ties go to the earlier candidate. Price: 20 to 60 replays of one replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.instance import Instance
+from entrain_opt.planner.options import SEARCH
 from entrain_opt.planner.replay import Replay, Replayer
 from entrain_opt.planner.search import Ranked, best_partition
 
@@ -40,6 +42,8 @@ REPLICAS = 1
 BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.03, 0.1
 #: Other degrees are judged on more batches if they are slower by at most this share on the first ones.
 WORTH_JUDGING = 0.5
+#: The optimizer's state is shared out over replicas where that is faster by more than this share, or nothing else fits.
+WORTH_SHARDING = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +100,9 @@ def count_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
     """Same degrees, with the next smaller and larger number of microbatches."""
     mine = ranked.choice
     same = [c for c in instance.choices if c.kind == mine.kind]
+    if not same:  # A twin of what the closed form found to fit, which holds less.
+        twin = replace(mine, sharded=not mine.sharded).kind
+        same = [replace(c, sharded=mine.sharded) for c in instance.choices if c.kind == twin]
     place = next((i for i, c in enumerate(same) if c.num_microbatches == mine.num_microbatches), None)
     if place is None:  # The paper's choice, where its kind was dropped.
         return
@@ -123,6 +130,7 @@ class Candidates:
             degrees=choice.degrees,
             stages=self.instance.stages(ranked.ends, choice),
             num_microbatches=choice.num_microbatches,
+            data_parallel=choice.data_parallel,
         )
 
     def outcome(self, ranked: Ranked, *, batches: int, earlier: Replay | None = None, effort: str = "least") -> Outcome:
@@ -153,7 +161,7 @@ class Candidates:
         self.outcomes[key] = found
 
     def _best(self) -> Outcome:
-        return min(self.outcomes.values(), key=lambda outcome: outcome.seconds)
+        return min(self.outcomes.values(), key=self._rank)
 
     def search(self, solved: Ranked, ranking: list[Ranked], baseline: Ranked | None) -> list[Outcome]:
         """All candidates replayed, fastest first; the first few on more batches.
@@ -172,20 +180,50 @@ class Candidates:
                 self._try(ranked)
                 if self._best().replay is not None:
                     break
+        kinds = {
+            outcome.ranked.choice.kind: outcome for outcome in sorted(self.outcomes.values(), key=self._rank)[::-1]
+        }
+        for ranked in self._twins(kinds.values()):
+            self._try(ranked)
+        if self._best().replay is None:
+            return list(self.outcomes.values())
         while True:
             best = self._best()
+            for ranked in self._twins([best]):
+                self._try(ranked)
             for neighbours in (count_neighbours, border_neighbours):
                 for ranked in neighbours(self.instance, best.ranked):
                     self._try(ranked)
             if self._best() is best:
                 break
-        ordered = sorted(self.outcomes.values(), key=lambda outcome: outcome.seconds)
+        ordered = sorted(self.outcomes.values(), key=self._rank)
         finalists, rest = _finalists(ordered, baseline)
         judged = self._judge(finalists, baseline)
         winner = judged[0]
         first = next(o for o in ordered if o.ranked is winner.ranked)
         scale = winner.seconds / first.seconds if winner.replay is not None else 1.0
         return judged + [replace(other, scale=other.scale * scale) for other in rest]
+
+    def _twins(self, outcomes: Iterable[Outcome]) -> Iterator[Ranked]:
+        """The same plans with or without the optimizer's state shared out over the replicas.
+
+        With, where memory stands in the way: the plan has caps, or does not fit. Its memory is counted by the replay.
+        """
+        if self.replayer.options.data_parallel != SEARCH:
+            return
+        for outcome in outcomes:
+            choice, replay = outcome.ranked.choice, outcome.replay
+            free = replay is not None and (replay.plan.patches_in_flight, replay.plan.tokens_in_flight) == (None, None)
+            if choice.data > 1 and (choice.sharded or not free):
+                yield replace(outcome.ranked, choice=replace(choice, sharded=not choice.sharded))
+
+    def _rank(self, outcome: Outcome) -> float:
+        """What candidates are ordered by: seconds, and `WORTH_SHARDING` of them more for a plan that shards."""
+        return self._weight(outcome) * outcome.seconds
+
+    def _weight(self, outcome: Outcome) -> float:
+        may_choose = self.replayer.options.data_parallel == SEARCH
+        return 1 + WORTH_SHARDING * (may_choose and outcome.ranked.choice.sharded)
 
     def _judge(self, finalists: list[Outcome], baseline: Ranked | None) -> list[Outcome]:
         """The finalists on more and more batches, fastest first."""
@@ -194,24 +232,25 @@ class Candidates:
         effort = final_effort([self.plan_of(one.ranked) for one in finalists])
         for batches, tolerated in FINAL_ROUNDS:
             played = [self.outcome(one.ranked, batches=batches, earlier=one.replay, effort=effort) for one in racing]
-            fastest = min(played, key=lambda one: one.seconds)
-            racing = [one for one in played if _is_in(one, fastest, tolerated, one.ranked is baseline)]
+            fastest = min(played, key=self._rank)
+            weight = {id(one): self._weight(one) / self._weight(fastest) for one in played}
+            racing = [one for one in played if _is_in(one, fastest, tolerated, one.ranked is baseline, weight[id(one)])]
             out += [one for one in played if one not in racing]
-        racing.sort(key=lambda outcome: outcome.seconds)
-        return racing + sorted((_scaled(one, racing[0]) for one in out), key=lambda outcome: outcome.seconds)
+        racing.sort(key=self._rank)
+        return racing + sorted((_scaled(one, racing[0]) for one in out), key=self._rank)
 
 
-def _is_in(outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool) -> bool:
-    """Whether a finalist stays in the race after a round."""
+def _is_in(outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool, weight: float) -> bool:
+    """Whether a finalist, whose seconds count `weight` times, stays in the race after a round."""
     if outcome is fastest:
         return True
     if outcome.replay is None or fastest.replay is None:
         return False
     pairs = list(zip(outcome.replay.batch_seconds, fastest.replay.batch_seconds, strict=True))
-    on_all = len(pairs) >= SLOWER_ON_ALL and all(mine > best for mine, best in pairs)
+    on_all = len(pairs) >= SLOWER_ON_ALL and all(weight * mine > best for mine, best in pairs)
     if is_baseline:
-        return not on_all or outcome.seconds <= (1 + BASELINE_SLOWER) * fastest.seconds
-    return not on_all and outcome.seconds <= (1 + tolerated) * fastest.seconds
+        return not on_all or weight * outcome.seconds <= (1 + BASELINE_SLOWER) * fastest.seconds
+    return not on_all and weight * outcome.seconds <= (1 + tolerated) * fastest.seconds
 
 
 def final_effort(plans: Sequence[Plan]) -> str:

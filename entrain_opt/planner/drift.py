@@ -190,4 +190,5 @@ def _words(plan: Plan) -> str:
     return (
         f"data {degrees.data} x pipeline {degrees.pipeline}{tensor}, {plan.num_microbatches} microbatches, {stages}"
         + (f", recompute in {' and '.join(recompute)}" if recompute else "")
+        + (", optimizer state sharded" if plan.shards_state else "")
     )

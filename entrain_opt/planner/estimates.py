@@ -8,7 +8,9 @@ U is one pass, forward and backward, of the *largest* microbatch through all sta
 the largest sample), with every stage's fixed part and 2 (p - 1) messages of the slowest kind. With equal microbatches
 this is the paper's T = sum of all stages + (K - 1) * slowest stage, plus what the paper leaves out. More microbatches
 shorten U and pay the fixed parts more often, so K has an optimum. Tensor and context parallelism and recompute change
-the seconds of a module (`cost/tensor.py`, `cost/context.py`), and bytes are those of one device.
+the seconds of a module (`cost/tensor.py`, `cost/context.py`), and bytes are those of one device. Replicas that share
+out the optimizer's state are given the seconds of those that do not: what they save is little, and sharding is to be
+chosen where memory asks for it.
 
 Memory of a rank: what its layers hold all the time, the activations of the microbatches in flight (largest first, the
 rest of mean size; as many as stages follow in 1F1B), logits of the largest microbatch, the layer being recomputed, and
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from entrain_opt.cost import CostModel, memory
 from entrain_opt.plan import ParallelDegrees
+from entrain_opt.plan.shares import BUCKET_BYTES
 from entrain_opt.planner.demand import Demand, ModuleDemand
 from entrain_opt.planner.instance import PartTicks
 from entrain_opt.spec.model import ModuleSpec
@@ -42,6 +45,7 @@ class Layout:
         tensor, context, recompute: per module.
         ranks: pipeline ranks of each module; empty where the partition decides.
         shares: whether a rank may hold layers of two modules.
+        sharded: whether replicas share out the optimizer's state.
     """
 
     degrees: ParallelDegrees
@@ -50,6 +54,7 @@ class Layout:
     recompute: tuple[bool, ...]
     ranks: tuple[int, ...] = ()
     shares: bool = False
+    sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +138,13 @@ class Estimator:
         is_copied = bool(module.vocabulary_size) and self.costs.model.tied_embeddings and layout.degrees.pipeline > 1
         return layer, entry, exit_ + (entry if is_copied else 0.0)
 
+    def _trained_bytes(self, index: int, layout: Layout) -> float:
+        """Gradients of a whole module on one device: no stage has more."""
+        module = self.modules[index]
+        layer, entry, exit_ = self._held_parameters(index, layout)
+        body = (module.num_layers * layer + entry) * module.trained
+        return (body + exit_ * module.output_trained) * self.costs.precision.gradient_bytes
+
     def _fixed_seconds(self, index: int, layout: Layout) -> tuple[float, float, float, float]:
         """Forward plus backward fixed seconds of one layer, of the first and last piece, and of each stage's action."""
         module, tensor, context = self.modules[index], layout.tensor[index], layout.context[index]
@@ -176,6 +188,7 @@ class Estimator:
         model, precision = self.costs.model, self.costs.precision
         load, tensor, recompute = self.load(index, layout), layout.tensor[index], layout.recompute[index]
         is_llm, reduced = bool(module.vocabulary_size), data * layout.context[index] > 1
+        shares = data if layout.sharded else 1
         inner = (0, max(module.num_layers - 1, 1))
         trains = is_llm or (self.costs.has_backward(module, inner) if module.num_layers > 1 else module.trained)
         following = np.ones(pipeline) if one_in_flight else pipeline - np.arange(pipeline) + (0 if is_llm else 1)
@@ -185,7 +198,10 @@ class Estimator:
         held = np.minimum(largest + (depth - 1) * mean, max(load.amount.total / data, largest))
 
         def static(parameters: float, trained: bool) -> float:
-            return memory.parameter_bytes(parameters, trained=trained, precision=precision, reduced=reduced).total
+            found = memory.parameter_bytes(
+                parameters, trained=trained, precision=precision, reduced=reduced, shares=shares
+            )
+            return found.total
 
         layer_parameters, entry_parameters, exit_parameters = self._held_parameters(index, layout)
         whole_layer = memory.layer_activation_bytes(module, precision, tensor)
@@ -202,6 +218,10 @@ class Estimator:
             last += memory.output_activation_bytes(module, model.llm, precision) * held * ratio
         message = float(self._message_bytes(index, layout, data * count)) if pipeline > 1 else 0.0
         stage = 2 * message + (0.0 if trains and not recompute else whole_layer * largest)
+        if shares > 1:
+            table = memory.table_copy_bytes(module, precision, tensor, shares)
+            first, last = first + table * module.trained, last + table * module.output_trained
+            stage += min(BUCKET_BYTES, self._trained_bytes(index, layout)) if module.anything_trained else 0.0
         return np.stack([layer, first, last, np.full(pipeline, stage)])
 
     def _message_bytes(self, index: int, layout: Layout, microbatches: int | IntArray) -> FloatArray:

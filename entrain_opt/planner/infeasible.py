@@ -13,9 +13,10 @@ import numpy as np
 
 from entrain_opt.cost import CostModel
 from entrain_opt.errors import EntrainError, PlanError
+from entrain_opt.plan.shares import ALL_REDUCE
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.instance import Choice, Instance
-from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.options import SEARCH, PlanOptions
 from entrain_opt.planner.partition import Partition
 from entrain_opt.planner.search import least_memory, least_mib
 from entrain_opt.planner.shortlist import build_shortlist
@@ -46,7 +47,9 @@ def explain_infeasible(instance: Instance, costs: CostModel, demand: Demand, opt
     named = ", ".join(
         f"{stage.module} layers {stage.layers[0]} to {stage.layers[1] - 1}" for stage in stages if stage.rank == rank
     )
-    static = sum(costs.static_bytes(stage, choice.degrees).total for stage in stages if stage.rank == rank)
+    static = sum(
+        costs.static_bytes(stage, choice.degrees, choice.num_shares).total for stage in stages if stage.rank == rank
+    )
     changes = [*feasible_changes(costs, demand, options), f"{format_bytes(needs[rank] * MIB)} of memory per device"]
     return PlanError(
         f"memory: stage {index} ({named}) needs {format_bytes(needs[rank] * MIB)}, the device has "
@@ -105,6 +108,8 @@ def _changes(costs: CostModel, options: PlanOptions) -> Iterator[tuple[str, Plan
     if options.data_degree or options.pipeline_degree or options.num_microbatches:
         free = replace(options, data_degree=None, pipeline_degree=None, num_microbatches=None)
         yield "degrees and microbatches left free", free, costs
+    if options.data_parallel == ALL_REDUCE and costs.cluster.num_devices > 1:
+        yield f"data_parallel={SEARCH}", replace(options, data_parallel=SEARCH), costs
     if options.recompute == "never":
         yield "recompute=search", replace(options, recompute="search"), costs
     if set(options.context_degrees) != {1} and set(wide) - set(options.context_degrees):

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from entrain_opt.plan import ParallelDegrees, StagePlan
+from entrain_opt.plan.shares import ALL_REDUCE, SHARDED
 from entrain_opt.planner.partition import IMPOSSIBLE
 
 IntArray = NDArray[np.int64]
@@ -38,6 +39,7 @@ class Choice:
         recompute: per module; empty for none.
         ranks: pipeline ranks of each module, where the choice fixes them (modules of different degrees); empty where
             the partition decides.
+        sharded: whether replicas share out the optimizer's state.
         constant_ticks: U.
         ticks: what the slowest rank is judged by.
         mib: per rank, what it holds.
@@ -54,11 +56,22 @@ class Choice:
     context: tuple[int, ...] = ()
     recompute: tuple[bool, ...] = ()
     ranks: tuple[int, ...] = ()
+    sharded: bool = False
+
+    @property
+    def num_shares(self) -> int:
+        """Replicas that share out the optimizer's state; 1 for none."""
+        return self.data if self.sharded else 1
+
+    @property
+    def data_parallel(self) -> str:
+        """As a plan says it."""
+        return SHARDED if self.sharded else ALL_REDUCE
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Everything but the number of microbatches."""
-        return (self.data, self.pipeline, self.tensor, self.context, self.recompute, self.ranks)
+        return (self.data, self.pipeline, self.tensor, self.context, self.recompute, self.ranks, self.sharded)
 
     @property
     def degrees(self) -> ParallelDegrees:

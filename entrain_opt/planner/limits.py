@@ -35,7 +35,9 @@ def with_memory_caps(plan: Plan, costs: CostModel, demand: Demand, limit_bytes: 
     caps: dict[str, tuple[float, int]] = {}
     for rank in range(shape.num_ranks):
         held = [(index, plan.stages[index]) for index in shape.stages_of_rank(rank)]
-        budget = float(limit_bytes) - sum(costs.static_bytes(stage, degrees).total for _, stage in held)
+        budget = float(limit_bytes) - sum(
+            costs.static_bytes(stage, degrees, plan.num_shares).total for _, stage in held
+        )
         needs: dict[int, tuple[float, float]] = {}
         for index, stage in held:
             load = loads[stage.module]

@@ -8,10 +8,14 @@ from typing import Any
 
 from entrain_opt.cost.precision import precisions
 from entrain_opt.errors import PlanError
+from entrain_opt.plan.shares import DATA_PARALLELS
 from entrain_opt.spec.cluster import ClusterSpec, DeviceSpec, find_cluster_device
 
 METHODS = ("cp-sat", "ilp", "ilp-highs", "ilp-cbc", "search", "proportional")
 RECOMPUTES = ("never", "search", "always")
+#: Of `data_parallel`: summing all, and sharding where memory asks for it.
+SEARCH = "search"
+DATA_PARALLEL_CHOICES = (*DATA_PARALLELS, SEARCH)
 COST_MODELS = ("measured", "analytic")
 
 
@@ -30,6 +34,8 @@ class PlanOptions:
         context_degrees: devices, or groups of them, that a module's samples may be divided over; the default is 1 only,
             because the runtime executes no other: for planning and comparing.
         recompute: `never`, `search` (per module, where memory asks for it) or `always`.
+        data_parallel: whether replicas share out the optimizer's state: `all_reduce` (no), `sharded`, or `search`
+            (where memory asks for it, or a better plan does).
         device: a name from `ClusterSpec.devices()`, or that of `custom_device`.
         custom_device: a device that is not in the catalogue.
         memory_bytes: what one rank may use; None takes the device's memory less a reserve.
@@ -49,6 +55,7 @@ class PlanOptions:
     tensor_degrees: tuple[int, ...] = (1,)
     context_degrees: tuple[int, ...] = (1,)
     recompute: str = "never"
+    data_parallel: str = SEARCH
     device: str = "cpu"
     custom_device: DeviceSpec | None = None
     memory_bytes: int | None = None
@@ -68,6 +75,7 @@ class PlanOptions:
             "schedule": ORDERS,
             "cost_model": COST_MODELS,
             "recompute": RECOMPUTES,
+            "data_parallel": DATA_PARALLEL_CHOICES,
             "device": tuple(ClusterSpec.devices()) if self.custom_device is None else (self.custom_device.name,),
             "precision": tuple(precisions()),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from entrain_opt.planner.candidates import Outcome
+from entrain_opt.planner.candidates import WORTH_SHARDING, Outcome
 from entrain_opt.planner.instance import Instance
 from entrain_opt.planner.search import Ranked
 from entrain_opt.units import format_seconds
@@ -49,6 +49,8 @@ def _entry(ranked: Ranked, instance: Instance) -> dict[str, Any]:
             entry[name] = dict(zip(instance.modules, degrees, strict=True))
     if choice.recompute:
         entry["recompute"] = [name for name, does in zip(instance.modules, choice.recompute, strict=True) if does]
+    if choice.sharded:
+        entry["data_parallel"] = choice.data_parallel
     return entry | {
         "num_microbatches": choice.num_microbatches,
         "stages": " ".join(stage.label for stage in instance.stages(ranked.ends)),
@@ -77,6 +79,10 @@ def _why(outcome: Outcome, best: Outcome) -> str:
     assert outcome.replay is not None
     assert best.replay is not None
     seconds, fastest = outcome.seconds, best.seconds
+    if seconds <= fastest and outcome.ranked.choice.sharded and not best.ranked.choice.sharded:
+        return (
+            f"no faster by more than {WORTH_SHARDING:.0%} ({format_seconds(seconds)} replayed), so nothing is sharded"
+        )
     if abs(seconds - fastest) <= 1e-6 * fastest:
         return f"as fast ({format_seconds(seconds)} replayed): the first found is taken"
     if seconds < fastest:

@@ -78,8 +78,8 @@ class Replayer:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
         self._static: dict[tuple[object, ...], dict[str, float]] = {}
-        #: Degrees and recompute for which a plan without caps did not fit, and the bytes that caps were last made for:
-        #: others of them get such caps at once.
+        #: Degrees, sharding and recompute for which a plan without caps did not fit, and the bytes that caps were last
+        #: made for: others of them get such caps at once.
         self._allowances: dict[tuple[object, ...], int] = {}
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
         self._costs: dict[tuple[object, ...], BatchCosts] = {}
@@ -100,7 +100,7 @@ class Replayer:
         assert 1 <= num_replicas <= _MOST_REPLICAS, (
             f"num_replicas: expected 1 to {_MOST_REPLICAS}, found {num_replicas}"
         )
-        kind = (plan.degrees, frozenset((stage.module, stage.recompute) for stage in plan.stages))
+        kind = (plan.degrees, plan.num_shares, frozenset((stage.module, stage.recompute) for stage in plan.stages))
         allowance = self._allowances.get(kind, self.limit_bytes)
         if kind in self._allowances and plan.patches_in_flight is None and plan.tokens_in_flight is None:
             plan = with_memory_caps(plan, self.costs, self.demand, allowance)
@@ -162,11 +162,11 @@ class Replayer:
 
     def _replica(self, plan: Plan, batch: int, index: int, samples: SampleTable, effort: str) -> _Played:
         key = (
-            batch, index, plan.degrees, plan.stages, plan.num_microbatches, plan.patches_in_flight,
+            batch, index, plan.degrees, plan.num_shares, plan.stages, plan.num_microbatches, plan.patches_in_flight,
             plan.tokens_in_flight, plan.policy, plan.schedule, effort,
         )  # fmt: skip
         if key not in self._played:
-            same_costs = (batch, index, plan.policy, plan.degrees, plan.stages)
+            same_costs = (batch, index, plan.policy, plan.degrees, plan.num_shares, plan.stages)
             if same_costs not in self._costs:
                 self._costs[same_costs] = self.costs.batch_costs(samples, plan)
             costs = self._costs[same_costs]
@@ -198,7 +198,7 @@ class Replayer:
         peaks, all_parts = [], []
         for rank in range(plan.degrees.pipeline):
             highest = max(played, key=lambda one: one.parts[rank].sum() + one.recomputed[rank])
-            key = (plan.degrees, tuple(stage for stage in plan.stages if stage.rank == rank))
+            key = (plan.degrees, plan.num_shares, tuple(stage for stage in plan.stages if stage.rank == rank))
             if key not in self._static:
                 self._static[key] = static_parts(self.costs, plan, rank)
             found = self._static[key] | moving_parts(highest.parts[rank], float(highest.recomputed[rank]))
@@ -262,7 +262,7 @@ def peak_parts(
 
 def static_parts(costs: CostModel, plan: Plan, rank: int) -> dict[str, float]:
     """What a pipeline rank holds all the time: bytes by name."""
-    static = [costs.static_bytes(stage, plan.degrees) for stage in plan.stages if stage.rank == rank]
+    static = [costs.static_bytes(stage, plan.degrees, plan.num_shares) for stage in plan.stages if stage.rank == rank]
     return {name: sum(getattr(one, name) for one in static) for name in STATIC_PARTS}
 
 

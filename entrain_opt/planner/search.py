@@ -84,6 +84,13 @@ def least_mib(instance: Instance, choice: Choice) -> int:
     return held
 
 
+def memory_binds(instance: Instance, ranked: Ranked) -> bool:
+    """Whether more memory could make a choice's best partition faster: a rank with less to do would not fit."""
+    choice = ranked.choice
+    faster = instance.segments(choice.ticks) < ranked.ticks - choice.constant_ticks
+    return any(bool((faster & (instance.segments(part) > instance.limit_mib)).any()) for part in set(choice.mib))
+
+
 def lower_bound_ticks(instance: Instance, choice: Choice) -> int:
     """No partition of a choice takes fewer ticks: the mean over ranks, or the largest single layer."""
     seconds = instance.segments(choice.ticks)

@@ -4,6 +4,8 @@
    the layers can beat (`estimates.py`).
 2. In the order of that bound, choices get their memory counted and their best partition found by dynamic programming,
    until the bound is above the best partition so far. What is left cannot be better: it is dropped, with this proof.
+   Where memory stands in a choice's way, it is tried with the optimizer's state shared out over the replicas too, which
+   takes as long and holds less; the twin is kept if its partition is faster.
 3. The best few other kinds of layout are kept too, to be replayed.
 
 Promise: the shortlist holds an optimum of the whole space. Price: 20 microseconds a layout and one dynamic program per
@@ -13,6 +15,7 @@ choice that is not dropped: mostly a few dozen, whatever the number of devices.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,8 +24,8 @@ from entrain_opt.planner.demand import Demand
 from entrain_opt.planner.estimates import Estimator, Layout, Seconds
 from entrain_opt.planner.instance import Choice, Instance, PartTicks
 from entrain_opt.planner.limits import memory_limit
-from entrain_opt.planner.options import PlanOptions
-from entrain_opt.planner.search import Ranked, best_partition
+from entrain_opt.planner.options import SEARCH, PlanOptions
+from entrain_opt.planner.search import Ranked, best_partition, memory_binds
 from entrain_opt.planner.space import allowed_layouts, microbatch_counts
 from entrain_opt.units import MIB, seconds_to_ticks
 
@@ -63,6 +66,7 @@ def build_shortlist(
     empty = space.instance(())
     ranking: list[Ranked] = []
     kinds: set[int] = set()
+    kept: set[int] = set()
     best = np.inf
     for bound, layout, index in space.by_bound():
         in_ticks = bound / space.tick_seconds
@@ -72,15 +76,22 @@ def build_shortlist(
         if in_ticks >= best and layout in kinds:
             continue
         found = best_partition(empty, space.choice(layout, index))
-        if found is None:
-            continue
-        ranking.append(found)
-        kinds.add(layout)
-        best = min(best, found.ticks)
+        twin = space.twins.get(layout)
+        if twin is not None and (found is None or memory_binds(empty, found)):
+            with_twin = best_partition(empty, space.choice(twin, index))
+            if with_twin is not None and (found is None or with_twin.ticks < found.ticks):
+                ranking.append(with_twin)
+                kept.add(twin)
+        if found is not None:
+            ranking.append(found)
+            kept.add(layout)
+        if kept & {layout, twin}:
+            kinds.add(layout)
+            best = min(best, *(ranked.ticks for ranked in ranking[-2:]))
     ranking.sort(key=lambda ranked: ranked.ticks)
     # All numbers of microbatches of the kinds kept, so that neighbours can be tried.
-    kept = [at for at in space.positions() if not ranking or at[0] in kinds]
-    return space.instance(tuple(space.choice(*at) for at in kept)), ranking
+    chosen = [at for at in space.positions() if not ranking or at[0] in kept]
+    return space.instance(tuple(space.choice(*at) for at in chosen)), ranking
 
 
 class _Space:
@@ -98,16 +109,25 @@ class _Space:
             samples = demand.global_batch_size // layout.degrees.data
             counts = np.array(microbatch_counts(samples, layout.degrees.pipeline, options))
             self.seconds.append(self.estimator.seconds(layout, counts))
+        #: Layouts whose replicas could share out the optimizer's state, and where the one that does so stands.
+        self.twins: dict[int, int] = {}
+        if options.data_parallel == SEARCH:
+            for at, layout in enumerate(list(self.layouts)):
+                if layout.degrees.data > 1:
+                    self.twins[at] = len(self.layouts)
+                    self.layouts.append(replace(layout, sharded=True))
+                    self.seconds.append(self.seconds[at])
         fastest = min(float(s.bound.min()) for s in self.seconds)
         self.tick_seconds = max(fastest, 1e-9) / RESOLUTION_TICKS if tick_seconds is None else tick_seconds
         self._choices: dict[tuple[int, int], Choice] = {}
         self._num_choices = sum(len(s.counts) for s in self.seconds)
 
     def by_bound(self) -> Iterator[tuple[float, int, int]]:
-        """Bound, layout and position of the number of microbatches, smallest bound first; ties in order."""
-        bounds = np.concatenate([s.bound for s in self.seconds])
-        layouts = np.repeat(np.arange(len(self.seconds)), [len(s.counts) for s in self.seconds])
-        positions = np.concatenate([np.arange(len(s.counts)) for s in self.seconds])
+        """Bound, layout and position of the number of microbatches, smallest bound first; ties in order; no twins."""
+        first = self.seconds[: len(self.seconds) - len(self.twins)]
+        bounds = np.concatenate([s.bound for s in first])
+        layouts = np.repeat(np.arange(len(first)), [len(s.counts) for s in first])
+        positions = np.concatenate([np.arange(len(s.counts)) for s in first])
         for at in np.argsort(bounds, kind="stable").tolist():
             yield float(bounds[at]), int(layouts[at]), int(positions[at])
 
@@ -136,6 +156,7 @@ class _Space:
                 context=item.context if set(item.context) != {1} else (),
                 recompute=item.recompute if any(item.recompute) else (),
                 ranks=item.ranks,
+                sharded=item.sharded,
             )
         return self._choices[key]
 

@@ -17,13 +17,14 @@ from entrain_opt.cost import CostModel
 from entrain_opt.cost.analytic import model_flops, peak_flops_per_second
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees, Plan, Prediction, Provenance, StagePlan
+from entrain_opt.plan.shares import DATA_PARALLELS
 from entrain_opt.planner.candidates import Candidates
 from entrain_opt.planner.cp_sat import solve_cp_sat
 from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.infeasible import explain_infeasible
 from entrain_opt.planner.instance import Instance
-from entrain_opt.planner.options import PlanOptions
+from entrain_opt.planner.options import SEARCH, PlanOptions
 from entrain_opt.planner.outcomes import describe_outcomes
 from entrain_opt.planner.proportional import solve_proportional
 from entrain_opt.planner.replay import Replay, Replayer
@@ -152,13 +153,13 @@ def _solve(instance: Instance, demand: Demand, options: PlanOptions, ranking: li
 
 def _baseline(instance: Instance, costs: CostModel, demand: Demand, options: PlanOptions) -> Ranked | None:
     """What the paper's rule would choose, with its own number of microbatches; None if that does not fit."""
-    paper, _ = build_shortlist(
-        costs, demand, replace(options, method="proportional"), everything=True, tick_seconds=instance.tick_seconds
-    )
-    solution = solve_proportional(paper, demand)
-    if solution is None:
-        return None
-    return Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
+    for data_parallel in DATA_PARALLELS if options.data_parallel == SEARCH else (options.data_parallel,):
+        asked = replace(options, method="proportional", data_parallel=data_parallel)
+        paper, _ = build_shortlist(costs, demand, asked, everything=True, tick_seconds=instance.tick_seconds)
+        solution = solve_proportional(paper, demand)
+        if solution is not None:
+            return Ranked(choice=solution.choice, ends=solution.ends, ticks=solution.ticks)
+    return None
 
 
 def frozen_parts(model: ModelSpec) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Layouts: replicas times the devices of a replica use all devices. Where all modules have the same tensor and context
 degrees, a replica is a chain of pipeline ranks and the partition decides which modules they hold. Where they differ,
 the number of pipeline ranks of each module is part of the layout, because it decides which devices form a group. The
-devices of a pipeline rank stay within a node, and a tensor degree divides heads and widths.
+devices of a pipeline rank stay within a node, and a tensor degree divides heads and widths. Whether replicas share out
+the optimizer's state is asked where the memory of a layout is (`shortlist.py`), because it changes nothing else.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from entrain_opt.cost.links import nodes_of_ranks
 from entrain_opt.cost.tensor import tensor_degrees, tensor_rule
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import ParallelDegrees
+from entrain_opt.plan.shares import SHARDED
 from entrain_opt.planner.estimates import Layout
 from entrain_opt.planner.options import PlanOptions
 from entrain_opt.spec.model import ModuleSpec
@@ -49,6 +51,7 @@ def allowed_layouts(costs: CostModel, global_batch_size: int, options: PlanOptio
             recompute=recompute,
             ranks=ranks,
             shares=not ranks and may_share(degrees.pipeline, len(modules), options.schedule),
+            sharded=options.data_parallel == SHARDED and degrees.data > 1,
         )
         for pairs in product(*allowed)
         for degrees, ranks in _meshes(pairs, layers, devices, per_node)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from entrain_opt.plan import Plan, Provenance
+from entrain_opt.plan.shares import SHARDED
 from entrain_opt.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def plan_sentences(plan: Plan) -> list[str]:
 def _degrees(plan: Plan) -> str:
     degrees = plan.degrees
     replicas = f"{degrees.data} replica{'s' if degrees.data > 1 else ''}"
+    if plan.shards_state:
+        replicas += " that share the optimizer's state"
     if degrees.pipeline == 1 and len({stage.module for stage in plan.stages}) > 1:
         chain = "1 pipeline rank (encoder and language model together)"
     else:
@@ -134,11 +137,12 @@ def _proof(provenance: Provenance) -> str:
 
 
 def candidate_words(candidate: Mapping[str, Any]) -> str:
-    """Tensor and context degrees and recompute of a candidate of a plan file, where it has any."""
+    """Tensor and context degrees, recompute and sharding of a candidate of a plan file, where it has any."""
     degrees = "".join(f", {name} on {count}" for name, count in candidate.get("tensor", {}).items())
     degrees += "".join(f", {name} in {c} parts" for name, c in candidate.get("context", {}).items() if c > 1)
     recompute = candidate.get("recompute")
-    return degrees + (f", recompute in {' and '.join(recompute)}" if recompute else "")
+    sharded = ", optimizer state sharded" if candidate.get("data_parallel") == SHARDED else ""
+    return degrees + (f", recompute in {' and '.join(recompute)}" if recompute else "") + sharded
 
 
 def _chosen(plan: Plan) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class StandInModel(RankModel):
         self.divided = DividedModel()
         self.dropout_key = DropoutKey()
 
-    def keep_masters(self) -> None:
+    def keep_masters(self, groups: PipelineGroups | None = None) -> None:
         """There are no weights to keep masters of."""
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:

@@ -33,7 +33,8 @@ class GradientReducer:
         for stage in sorted(model.stages):
             mine = {name: p for name, p in model.stage_parameters(stage).items() if name not in taken}
             taken |= set(mine)
-            self._parameters[stage] = mine
+            optimized = {name: model.masters.of(parameter) for name, parameter in mine.items()}
+            self._parameters[stage] = {name: p for name, p in optimized.items() if p is not None}
         self._tied = [
             parameter
             for owner in sorted(set(model.family.tied().values()))
@@ -50,8 +51,13 @@ class GradientReducer:
         self._counted = [p for name, p in mine.items() if name in shards or groups.tensor.place == 0]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Trained parameters of this rank that a loss can reach, by Hugging Face name."""
+        """What a loss can reach and the optimizer updates: parameters or their masters, by Hugging Face name."""
         return {name: p for stage in self._parameters.values() for name, p in stage.items()}
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for parameter in self.named_parameters().values():
+            parameter.grad = None
 
     def zero_missing(self) -> None:
         """Give zeros to parameters that no microbatch reached: zero, not absent, on every rank alike."""
@@ -74,14 +80,22 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Wait for the reductions, then join the gradients of a parameter whose copies live on two ranks."""
-        self.zero_missing()
         with self._groups.waits.on("the sum of gradients over replicas"):
-            for pending in self._pending:
-                pending.finish()
-        self._pending.clear()
+            self._finish_sums()
+        self.zero_missing()
         self._join("the gradients of the tied embedding", self._tied, self._groups.tied)
         what = "the gradients of whole parameters between divided ones"
         self._join(what, self._partial, self._groups.tensor.group)
+
+    def _finish_sums(self) -> None:
+        for pending in self._pending:
+            pending.finish()
+        self._pending.clear()
+
+    @property
+    def _norm_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose gradients make up the model's."""
+        return self._groups.replica_ranks
 
     def _join(self, what: str, parameters: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
         """Sum the gradients of parameters of which each rank of a group has a share."""
@@ -97,9 +111,9 @@ class GradientReducer:
         grads = [p.grad for p in self._counted if p.grad is not None and (self._counts_tied or id(p) not in tied)]
         total = nn.utils.get_total_norm(grads).double() ** 2 if grads else torch.zeros((), dtype=torch.float64)
         total = total.to(self._device)
-        if self._groups.replica_ranks is not None:
-            with self._groups.waits.on("the gradient norm of the other stages"):
-                dist.all_reduce(total, group=self._groups.replica_ranks)
+        if self._norm_group is not None:
+            with self._groups.waits.on("the gradient norm of the other ranks"):
+                dist.all_reduce(total, group=self._norm_group)
         return total.sqrt()
 
     def clip(self, norm: float, max_norm: float) -> None:

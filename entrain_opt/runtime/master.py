@@ -18,6 +18,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from entrain_opt.runtime.shards import Shard
+
 
 class MasterWeights:
     """Masters of those parameters that train and are not in float32.
@@ -37,10 +39,19 @@ class MasterWeights:
     def __len__(self) -> int:
         return len(self._masters)
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """What the optimizer updates in place of a parameter: its master, or itself."""
         found = self._masters.get(id(parameter))
         return parameter if found is None else found[1]
+
+    def shard_of(self, parameter: nn.Parameter, base: Shard | None) -> Shard | None:
+        """Which part of the whole tensor `of` is; None for all of it.
+
+        Args:
+            parameter: as this device holds it.
+            base: which part that is.
+        """
+        return base
 
     def write_back(self) -> None:
         """Give the parameters the values of their masters."""

@@ -136,7 +136,7 @@ class MeasureWorker:
         for parameter in named.values():
             parameter.requires_grad_(True)
         masters = MasterWeights(named)
-        parameters = [masters.of(parameter) for parameter in named.values()]
+        parameters = [own for parameter in named.values() if (own := masters.of(parameter)) is not None]
         for parameter in parameters:
             # Gradients of zero would be slower than real ones: they leave moments of zero to divide by.
             parameter.grad = torch.randn_like(parameter)

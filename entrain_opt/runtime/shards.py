@@ -2,13 +2,13 @@
 
 A part is some ranges along one dimension, joined: the rows of its heads, or three ranges of a matrix in which queries,
 keys and values lie below each other. The whole is what checkpoints and model folders hold, so a part can be read from
-them by name under any degree.
+them by name under any degree. Where replicas share out the optimizer's state, each has some rows of such a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ class Shard:
         shape: of the whole.
         dim: along which it is divided.
         ranges: [start, end) along `dim` that this part holds, in order.
+        across: (dimension, start, end) of another dimension that is divided as well.
     """
 
     shape: tuple[int, ...]
     dim: int
     ranges: tuple[tuple[int, int], ...]
+    across: tuple[int, int, int] | None = None
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dim: int, *, place: int, size: int, blocks: int = 1) -> Shard:
@@ -44,25 +46,45 @@ class Shard:
         ranges = tuple((block * length + start, block * length + end) for block in range(blocks))
         return cls(shape=tuple(shape), dim=dim, ranges=ranges)
 
+    def rows(self, dim: int, start: int, end: int) -> Shard:
+        """Rows `start` to `end - 1` of this part, counted in it."""
+        if dim != self.dim:
+            return replace(self, across=(dim, start, end))
+        ranges, before = [], 0
+        for first, last in self.ranges:
+            low, high = max(start - before, 0), min(end - before, last - first)
+            if low < high:
+                ranges.append((first + low, first + high))
+            before += last - first
+        return replace(self, ranges=tuple(ranges))
+
     @property
     def own_shape(self) -> tuple[int, ...]:
         """Shape of this part."""
         length = sum(end - start for start, end in self.ranges)
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+        return tuple(length if dim == self.dim else end - start for dim, (start, end) in enumerate(self._box(0, 0)))
 
     def cut(self, whole: Tensor) -> Tensor:
         """This part of the whole, in memory of its own."""
-        return torch.cat([whole.narrow(self.dim, start, end - start) for start, end in self.ranges], dim=self.dim)
+        return torch.cat([whole[self.index(start, end)] for start, end in self.ranges], dim=self.dim)
 
     def index(self, start: int, end: int) -> tuple[slice, ...]:
         """What selects a range of the whole."""
-        return (*(slice(None) for _ in range(self.dim)), slice(start, end))
+        return tuple(slice(*ends) for ends in self._box(start, end))
 
     def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """(offsets in the whole, sizes, where it begins in this part along `dim`) of each range."""
         own = 0
         for start, end in self.ranges:
-            offsets = tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
-            sizes = tuple(end - start if dim == self.dim else n for dim, n in enumerate(self.shape))
-            yield offsets, sizes, own
+            box = self._box(start, end)
+            yield tuple(low for low, _ in box), tuple(high - low for low, high in box), own
             own += end - start
+
+    def _box(self, start: int, end: int) -> list[tuple[int, int]]:
+        """[start, end) of a range in every dimension of the whole."""
+        box = [(0, size) for size in self.shape]
+        box[self.dim] = (start, end)
+        if self.across is not None:
+            dim, *ends = self.across
+            box[dim] = (ends[0], ends[1])
+        return box

@@ -19,7 +19,9 @@ from entrain_opt.runtime.dropout import DropoutKey, seed_dropout
 from entrain_opt.runtime.families import INPUT, OUTPUT, UNUSED, Family, MediaUnit, Place, Span, read_family
 from entrain_opt.runtime.lora import Lora, add_adapters, draw_adapters, is_adapter, plain_name
 from entrain_opt.runtime.master import MasterWeights
+from entrain_opt.runtime.p2p import PipelineGroups
 from entrain_opt.runtime.recompute import layer_of, recompute_layers
+from entrain_opt.runtime.sharded import ShardedWeights
 from entrain_opt.runtime.shards import Shard
 from entrain_opt.runtime.tensor_group import TensorGroup
 from entrain_opt.runtime.tensor_layers import DividedModel, cut_parameters, divide, join_devices
@@ -84,32 +86,47 @@ class RankModel(nn.Module):
         self.masters = MasterWeights({})
         self.dropout_key = DropoutKey()
 
-    def keep_masters(self) -> None:
-        """Keep float32 masters of trained parameters in a shorter type; a second call changes nothing.
+    def keep_masters(self, groups: PipelineGroups | None = None) -> None:
+        """Keep what the optimizer updates in place of parameters; a second call changes nothing.
 
-        To be called on the device, before the optimizer is made.
+        That is float32 masters of trained parameters in a shorter type, and this replica's rows where the plan shards
+        the optimizer's state. To be called on the device, before the optimizer is made.
+
+        Args:
+            groups: of this rank; needed where the plan shards the optimizer's state.
         """
-        if not self.masters:
-            self.masters = MasterWeights(dict(self.model.named_parameters()))
+        if self.masters:
+            return
+        parameters = dict(self.model.named_parameters())
+        if not self.plan.shards_state:
+            self.masters = MasterWeights(parameters)
+            return
+        if groups is None or groups.data is None:
+            raise RuntimeConfigError("data_parallel: sharded needs the groups of `make_groups`, on every rank.")
+        self.masters = ShardedWeights(parameters, groups)
 
     def optimized_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of this rank by Hugging Face name, each replaced by its master if it has one."""
-        return {plain_name(name): self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
+        """All parameters of this rank by Hugging Face name, each replaced by what the optimizer updates in its place.
+
+        Parameters of which this replica updates nothing are left out.
+        """
+        found = {plain_name(name): self.masters.of(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: parameter for name, parameter in found.items() if parameter is not None}
 
     def shards(self) -> dict[str, Shard]:
         """Part of each divided parameter of this rank, by the names of `optimized_parameters`."""
-        return {plain_name(name): shard for name, shard in self.divided.shards.items()}
+        parts = self.divided.shards
+        found = {n: self.masters.shard_of(parameter, parts.get(n)) for n, parameter in self.model.named_parameters()}
+        return {plain_name(name): shard for name, shard in found.items() if shard is not None}
 
     def stage_parameters(self, stage: int) -> dict[str, nn.Parameter]:
-        """Trained parameters (or their masters) that a stage's backward pass reaches, by name; a tied one under its
-        owner's name.
-        """
+        """Trained parameters that a stage's backward pass reaches, by name; a tied one under its owner's name."""
         family, plan, tied = self.family, self.plan, self.family.tied()
         found: dict[str, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             place = family.place(name)
             if parameter.requires_grad and place.position != UNUSED and stage_of(place, plan) == stage:
-                found[tied.get(name, name)] = self.masters.of(parameter)
+                found[tied.get(name, name)] = parameter
         return found
 
     def encode(self, stage: int, hidden: Tensor, unit: MediaUnit) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from entrain_opt.errors import RuntimeConfigError
+from entrain_opt.plan import Plan
 from entrain_opt.runtime.families import INPUT, Family, Place
 from entrain_opt.spec.model import FREEZABLE_PARTS
 
@@ -81,14 +82,19 @@ def trains(place: Place, frozen: Sequence[str], frozen_layers: Mapping[str, int]
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
-def check_divisible(optimizer: Optimizer) -> None:
-    """Raise RuntimeConfigError for an optimizer that may look at a whole matrix, where devices hold parts of it."""
+def check_divisible(optimizer: Optimizer, plan: Plan) -> None:
+    """Raise RuntimeConfigError for an optimizer that may look at a whole matrix, where it gets parts of one."""
+    why = "the plan has tensor degrees above 1", "plan with tensor_degrees: [1]"
+    if set(plan.degrees.tensor_degrees) == {1}:
+        if not plan.shards_state:
+            return
+        why = "the plan shards its state over the replicas", "plan with data_parallel: all_reduce"
     known = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
     if not isinstance(optimizer, known):
         raise RuntimeConfigError(
             f"model.optimizer: expected one that updates each value by itself, of {list(ELEMENTWISE)} in torch.optim "
-            f"or derived from them, because the plan has tensor degrees above 1; found {type(optimizer).__name__}. "
-            "Choose one of them, or plan with tensor_degrees: [1]."
+            f"or derived from them, because {why[0]}; found {type(optimizer).__name__}. Choose "
+            f"one of them, or {why[1]}."
         )
 
 

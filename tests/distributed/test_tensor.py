@@ -81,7 +81,7 @@ def plans_of(root, number):
 def run_with_adam(plan):
     """With an epsilon above rounding: the direction of a gradient of 1e-9 is noise."""
     run = Run(plan)
-    run.optimizer = torch.optim.AdamW(run.model.optimized_parameters().values(), lr=1e-2, eps=1e-3)
+    run.use(torch.optim.AdamW(run.model.optimized_parameters().values(), lr=1e-2, eps=1e-3))
     return run
 
 

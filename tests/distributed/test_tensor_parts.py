@@ -160,8 +160,10 @@ def test_a_model_is_not_built_for_another_number_of_devices(tmp_path):
         build_rank_model(folder, make_plan(folder, ONE, tensor=2), 0, seed=7)
 
 
-def test_optimizers_that_look_at_whole_matrices_are_refused():
-    weight = [torch.nn.Parameter(torch.zeros(2, 2))]
-    check_divisible(torch.optim.AdamW(weight))
-    with pytest.raises(RuntimeConfigError, match=r"model.optimizer: .*AdamW.*found Adafactor"):
-        check_divisible(torch.optim.Adafactor(weight))
+@pytest.mark.parametrize("fields", [{"tensor": 2}, {"data": 2, "data_parallel": "sharded"}])
+def test_optimizers_that_look_at_whole_matrices_are_refused(fields):
+    weight, plan = [torch.nn.Parameter(torch.zeros(2, 2))], make_plan("m", ONE, **fields)
+    check_divisible(torch.optim.AdamW(weight), plan)
+    with pytest.raises(RuntimeConfigError, match=r"model.optimizer: .*AdamW.*found Adafactor.*, or plan with"):
+        check_divisible(torch.optim.Adafactor(weight), plan)
+    check_divisible(torch.optim.Adafactor(weight), make_plan("m", ONE, data_parallel="sharded"))

@@ -24,11 +24,14 @@ BATCHES = [[0, 1, 2, 3], [9, 5], [8, 7, 6, 4, 2]]
 class Run:
     """A model, its optimizer and batches on this rank."""
 
-    def __init__(self, plan, *, nonfinite="error"):
+    def __init__(self, plan, *, nonfinite="error", dtype=torch.float32, lora=None):
         self.groups = make_groups(plan, tied_stages=tied_stages(plan.model, plan))
-        self.model = build_rank_model(plan.model, plan, self.groups.pipeline_rank, seed=3, tensor=self.groups.tensor)
+        self.model = build_rank_model(
+            plan.model, plan, self.groups.pipeline_rank, seed=3, dtype=dtype, lora=lora, tensor=self.groups.tensor
+        )
+        self.model.keep_masters(self.groups)
         self.runner = IterationRunner(self.model, self.groups, nonfinite=nonfinite)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.use(torch.optim.SGD(self.model.optimized_parameters().values(), lr=0.1, momentum=0.9))
         reader = SyntheticReader(MIXED_TILES)
         spec = ModelSpec.from_pretrained(plan.model, frozen=plan.frozen)
         self.builder = RankBatchBuilder(
@@ -40,6 +43,11 @@ class Run:
             replica=self.groups.replica,
             pipeline_rank=self.groups.pipeline_rank,
         )
+
+    def use(self, optimizer):
+        """Step with this optimizer from now on."""
+        optimizer.register_step_post_hook(lambda *_: self.model.masters.write_back())
+        self.optimizer = optimizer
 
     def step(self, rows, *, max_norm=None):
         metrics = self.runner.train(self.builder.build(rows))

@@ -78,6 +78,22 @@ def test_devices_that_share_layers_give_the_same_losses_and_their_checkpoint_res
     assert losses(tmp_path, version=2) == pytest.approx(whole, rel=1e-5)
 
 
+def test_replicas_that_share_the_optimizers_state_give_the_same_losses_and_their_checkpoint_resumes_on_one(tmp_path):
+    shared = {"pipeline_degree": 1, "data_degree": 2, "data_parallel": "sharded"}
+    recipe = write_run(tmp_path, max_steps=4, async_checkpoints=True, **shared)
+    recipe["trainer"]["gradient_clip_val"] = 0.5
+    recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
+    recipe["trainer"]["callbacks"][0]["init_args"]["every_n_train_steps"] = 2
+    assert "2 replicas that share the optimizer's state" in fit(tmp_path, recipe).stdout
+    whole = losses(tmp_path)
+    recipe["trainer"]["devices"] = 1
+    recipe["trainer"]["strategy"]["init_args"].update(data_degree=1, data_parallel="search")
+    fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=2.ckpt")
+    assert losses(tmp_path, version=1) == pytest.approx({step: whole[step] for step in (2, 3)}, rel=1e-5)
+    fit(tmp_path, recipe)
+    assert losses(tmp_path, version=2) == pytest.approx(whole, rel=1e-5)
+
+
 def test_resume_sees_the_same_samples_and_losses(tmp_path):
     """Across an epoch's end, with and without loader processes, and under another plan."""
     recipe = write_run(tmp_path, max_steps=6, samples=10)

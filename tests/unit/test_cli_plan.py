@@ -154,6 +154,9 @@ def test_all_of_the_space_is_planned(folder):
     assert main(flags(folder, "--recompute", "always", "--output", str(output))) == 0
     plan = Plan.read(output)
     assert all(stage.recompute for stage in plan.stages)
+    assert main(flags(folder, "--data-parallel", "sharded", "--output", str(output))) == 0
+    plan = Plan.read(output)
+    assert plan.shards_state == (plan.degrees.data > 1)
 
 
 def test_samples_divided_over_devices_are_planned_and_compared(folder, capsys, monkeypatch):

@@ -123,7 +123,9 @@ def test_links_between_nodes_are_network_links():
 
 def test_tied_embeddings_are_summed_across_ranks():
     plan = make_plan([("vision", 0, 12, 0), ("llm", 0, 3, 1), ("llm", 3, 6, 2)])
-    reductions = [make_costs(model=make_model(tied=tied), devices=3).reduce_seconds(plan, 2) for tied in (False, True)]
+    reductions = [
+        make_costs(model=make_model(tied=tied), devices=3).update.reduce_seconds(plan, 2) for tied in (False, True)
+    ]
     assert reductions[0] == 0 < reductions[1]
 
 
@@ -133,8 +135,8 @@ def test_the_copy_of_a_tied_head_is_stepped_and_reduced_like_a_head_of_its_own()
     one, two = (make_plan(stages, data=data) for data in (1, 2))
     steps = [costs.batch_costs(make_samples(5), one).stages.step_seconds for costs in (tied, untied)]
     assert steps[0] == steps[1]
-    between_replicas = tied.reduce_seconds(two, 2) - tied.reduce_seconds(one, 2)
-    assert between_replicas == pytest.approx(untied.reduce_seconds(two, 2))
+    between_replicas = tied.update.reduce_seconds(two, 2) - tied.update.reduce_seconds(one, 2)
+    assert between_replicas == pytest.approx(untied.update.reduce_seconds(two, 2))
 
 
 def test_the_assigner_and_simulator_take_the_costs():
@@ -193,7 +195,7 @@ def test_stages_that_are_alike_cost_what_each_costs_alone():
             alone = costs.stage_item_seconds(module, stage.layers, features[module.name], backward=backward)
             np.testing.assert_array_equal(seconds[index], alone)
         assert found.weight_bytes[index] == costs.static_bytes(stage, plan.degrees).total
-        assert found.reduce_seconds[index] == costs.reduce_seconds(plan, index)
+        assert found.reduce_seconds[index] == costs.update.reduce_seconds(plan, index)
     assert AlikeStages(costs.model, plan).first == [0, 1, 2, 3, 4, 5]
     inner = make_plan([("vision", layer, layer + 1, layer) for layer in range(12)] + [("llm", 0, 6, 12)])
     assert AlikeStages(costs.model, inner).first == [0, *[1] * 10, 11, 12]

@@ -57,6 +57,8 @@ def test_the_file_says_how_sure_it_is_and_why_others_lost(plan):
     [
         lambda content: content.update(num_microbatches=3),
         lambda content: content.update(schedule="gpipe", policy="karmarkar_karp"),
+        lambda content: content.update(data_parallel="sharded"),
+        lambda content: content.pop("data_parallel"),
         lambda content: content.update(predicted=None),
         lambda content: content.pop("provenance"),
         lambda content: content["degrees"].pop("tensor"),
@@ -89,6 +91,7 @@ def test_moving_the_border_of_a_stage_is_accepted(plan, edit):
         (lambda c: c.update(num_microbatches=2.5), r"plan.num_microbatches: expected a whole number"),
         (lambda c: c.update(global_batch_size=32), "global_batch_size: the run asks for 16"),
         (lambda c: c.update(microbatches=3), "unknown field 'microbatches'"),
+        (lambda c: c.update(data_parallel="zero"), r"data_parallel: expected one of \['all_reduce', 'sharded'\]"),
         (lambda c: c.update(policy="best"), "policy: expected one of"),
         (lambda c: c.update(schedule="2f2b"), "schedule: expected one of"),
         (lambda c: c.update(frozen=["projector"]), "frozen: the run asks for"),

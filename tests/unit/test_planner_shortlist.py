@@ -61,6 +61,7 @@ def test_bounds_hold_for_every_layout():
     whole, _ = build_shortlist(costs, demand, options, everything=True)
     ticks = {(r.choice.kind, r.choice.num_microbatches): r.ticks for r in rank_choices(whole)}
     choices = iter(whole.choices)
+    assert {choice.sharded for choice in whole.choices} == {False, True}
     for layout in allowed_layouts(costs, 32, options):
         counts = np.array(microbatch_counts(32 // layout.degrees.data, layout.degrees.pipeline, options))
         for bound in estimator.seconds(layout, counts).bound:

@@ -14,7 +14,7 @@ from entrain_opt.errors import SolverError
 from entrain_opt.planner.cp_sat import promising_choices, solve_cp_sat
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.instance import Choice, Instance, PartTicks
-from entrain_opt.planner.search import least_memory, lower_bound_ticks, rank_choices, solve_by_search
+from entrain_opt.planner.search import least_memory, lower_bound_ticks, memory_binds, rank_choices, solve_by_search
 from entrain_opt.planner.solution import Solution, checked
 
 
@@ -47,7 +47,14 @@ def random_instance(seed: int, *, large: bool = False, small: bool = False) -> I
             ranks=(first, pipeline - first) if apart else (),
         )
 
+    def twin(one: Choice) -> Choice:
+        """Replicas share out the optimizer's state: as fast, for less memory."""
+        lighter = tuple(replace(part, layer=(part.layer[0] // 2, part.layer[1] // 2)) for part in one.mib)
+        return replace(one, sharded=True, mib=lighter)
+
     choices = [choice(pipeline, count) for pipeline in ((1, 2, 3) if small else (1, 2, 3, 4)) for count in (1, 4)]
+    if seed % 3 == 2:
+        choices += [twin(one) for one in choices if one.data > 1]
     return Instance(
         modules=("a-b", "a b"), num_layers=num_layers, choices=tuple(choices),
         limit_mib=draw.randint(mib, 6 * mib), tick_seconds=1e-3,
@@ -77,6 +84,20 @@ def test_search_finds_the_optimum_and_bounds_hold(seed):
     assert (found.ticks if found else None) == expected
     for ranked in rank_choices(instance):
         assert lower_bound_ticks(instance, ranked.choice) <= ranked.ticks
+
+
+def test_memory_binds_where_more_of_it_would_be_faster():
+    slower = loose = 0
+    for seed in range(60):
+        instance = random_instance(seed)
+        free = {ranked.choice: ranked.ticks for ranked in rank_choices(replace(instance, limit_mib=10**6))}
+        for ranked in rank_choices(instance):
+            gain = ranked.ticks - free[ranked.choice]
+            assert memory_binds(instance, ranked) or gain == 0
+            slower += gain > 0
+            loose += not memory_binds(instance, ranked)
+    assert slower
+    assert loose
 
 
 @pytest.mark.parametrize("part", range(4))
