@@ -29,13 +29,13 @@ DATA = ROOT / "recipes" / "data" / "physics"
 #: Name, processes, what the strategy is told.
 PLANS = (
     ("one process", 1, {}),
-    ("one process, in order", 1, {"policy": "in_order", "num_microbatches": 4}),
+    ("one process, in order", 1, {"policy": "in_order", "num_microbatches": 3}),
     ("one process, recompute", 1, {"recompute": "always"}),
     ("2 stages, eager", 2, {"pipeline_degree": 2}),
     (
         "2 stages, 1F1B, pairwise",
         2,
-        {"pipeline_degree": 2, "schedule": "1f1b", "policy": "pairwise", "num_microbatches": 4},
+        {"pipeline_degree": 2, "schedule": "1f1b", "policy": "pairwise", "num_microbatches": 3},
     ),
     ("2 stages, zero bubble", 2, {"pipeline_degree": 2, "schedule": "zero_bubble"}),
     ("2 replicas", 2, {"data_degree": 2}),
@@ -82,7 +82,7 @@ def write_model(folder: Path) -> None:
     (folder / "model" / "config.json").write_text(json.dumps(config))
     lines = (DATA / "train.jsonl").read_text(encoding="utf-8").splitlines()
     (folder / "images").symlink_to(DATA / "images")
-    (folder / "train.jsonl").write_text("\n".join(sorted(lines, key=len)[: len(lines) // 2]) + "\n", encoding="utf-8")
+    (folder / "train.jsonl").write_text("\n".join(sorted(lines, key=len)[: len(lines) // 4]) + "\n", encoding="utf-8")
 
 
 def train(folder: Path, processes: int, options: dict, steps: int) -> list[float]:
@@ -114,7 +114,7 @@ def train(folder: Path, processes: int, options: dict, steps: int) -> list[float
         },
         "data": {
             "class_path": "entrain_opt.MultimodalDataModule",
-            "init_args": {"dataset": "train.jsonl", "global_batch_size": 8, "num_workers": 0},
+            "init_args": {"dataset": "train.jsonl", "global_batch_size": 4, "num_workers": 0},
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))

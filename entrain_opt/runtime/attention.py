@@ -1,21 +1,27 @@
 """Attention over packed rows: each sample of a row attends to itself only.
 
-One scaled-dot-product call per segment, which is exact and needs no mask: block-diagonal by construction. The price is
-one kernel launch per sample of the row instead of one per row. Only where a window is shorter than a segment, or rows
-attend to each other in both directions, the segment gets a mask of its own length squared.
+On a GPU in half precision, one kernel for the whole row (`torch.nn.attention.varlen`), which takes the segments'
+offsets. Elsewhere, and for what that kernel does not do (rows that attend to each other in both directions, dropout),
+one scaled-dot-product call per segment, which is exact and needs no mask: block-diagonal by construction. Its price is
+one kernel launch per sample of the row. Only where a window is shorter than a segment, or rows attend to each other in
+both directions, the segment gets a mask of its own length squared.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "entrain_packed"
+#: What the kernel for whole rows needs: compute capability, and head sizes that are a multiple and at most so large.
+_LEAST_CAPABILITY, _HEAD_MULTIPLE, _LARGEST_HEAD = (8, 0), 8, 256
 
 
 def packed_attention(
@@ -43,8 +49,10 @@ def packed_attention(
     Returns:
         [1, tokens, heads, head size], and no weights.
     """
-    outputs = []
     is_causal = getattr(module, "is_causal", True)
+    if not two_way_spans and not dropout and takes_whole_rows(query):
+        return _whole_row(query, key, value, segment_offsets, is_causal, sliding_window, scaling), None
+    outputs = []
     for start, end in itertools.pairwise(segment_offsets):
         mask = _mask(start, end, two_way_spans, sliding_window, query.device) if is_causal else None
         outputs.append(
@@ -61,6 +69,55 @@ def packed_attention(
         )
     packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return packed.transpose(1, 2), None
+
+
+def takes_whole_rows(query: Tensor) -> bool:
+    """Whether one kernel can attend within all segments of a row: half precision on a GPU that has it."""
+    head = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head % _HEAD_MULTIPLE == 0
+        and head <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(query.device) >= _LEAST_CAPABILITY
+    )
+
+
+def _whole_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_offsets: Sequence[int],
+    is_causal: bool,
+    sliding_window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """[1, tokens, heads, head size], from one kernel."""
+    offsets = _offsets(tuple(segment_offsets), query.device)
+    longest = max(end - start for start, end in itertools.pairwise(segment_offsets))
+    # How many rows before and after itself a row sees; -1 is all of them.
+    before = -1 if sliding_window is None or not is_causal else sliding_window - 1
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    attended = varlen_attn(
+        queries,
+        keys,
+        values,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(before, 0 if is_causal else -1),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(attended, Tensor)
+    return attended[None]
+
+
+@lru_cache(maxsize=64)
+def _offsets(segment_offsets: tuple[int, ...], device: torch.device) -> Tensor:
+    """On the device, once for all layers."""
+    return torch.tensor(segment_offsets, dtype=torch.int32, device=device)
 
 
 def _mask(
