@@ -77,7 +77,7 @@ def test_broken_image_can_be_skipped(tmp_path):
     recipe = write_run(tmp_path, max_steps=1)
     change_sample(tmp_path, lambda sample, image: truncate(tmp_path, image))
     recipe["data"]["init_args"]["bad_samples"] = "skip"
-    process = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe, ranks=2)
     assert process.returncode == 0, process.stderr
 
 
@@ -132,7 +132,7 @@ def test_misspelled_key(tmp_path, place, key, nearest):
 def test_data_that_breaks_during_training_ends_all_ranks_with_its_name(tmp_path):
     """The rank that loads pictures fails; the other waits for its messages and must end with it."""
     recipe = write_run(tmp_path, max_steps=1)
-    process = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe, ranks=2)
     assert process.returncode == 0, process.stderr
     name = break_behind_the_index(tmp_path)
     recipe["trainer"]["max_steps"] = 6
