@@ -69,14 +69,15 @@ def _arrived(passed):
     return passed.detach()
 
 
-def start(target, *args, environment=(), output=(1, 2), daemon=True):
+def start(target, *args, environment=(), output=(1, 2), daemon=True, context=None):
     """Start `target(*args)`, a function of a module, in a process that has what one of this process's would have.
 
     That is this process's environment, changed by `environment`, and its `output`: descriptors of stdout and stderr.
+    A `context` of multiprocessing takes the place of the server's.
     """
     variables = {**os.environ, **ENVIRONMENT, **dict(environment)}
     streams = [_Descriptor(number) for number in output]
-    process = processes().Process(target=_begin, args=(variables, streams, target, args), daemon=daemon)
+    process = (context or processes()).Process(target=_begin, args=(variables, streams, target, args), daemon=daemon)
     process.start()
     return process
 
@@ -88,7 +89,8 @@ def _begin(variables, streams, target, args):
     os.environ.update(variables)
     for number, (name, given) in enumerate(zip(("stdout", "stderr"), streams, strict=True), 1):
         os.dup2(given, number)
-        os.close(given)
+        if given > 2:
+            os.close(given)
         setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115
     torch.set_num_threads(1)
     target(*args)

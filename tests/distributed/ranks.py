@@ -1,5 +1,6 @@
 """Run a function on several gloo ranks, and re-raise the first failure with its own traceback."""
 
+import multiprocessing
 import time
 import traceback
 
@@ -18,16 +19,20 @@ def _rank_main(rank, world_size, fn, args, results):
         raise
 
 
-def run_ranks(fn, world_size, *args, timeout_seconds=120):
+def run_ranks(fn, world_size, *args, timeout_seconds=120, new_interpreters=False):
     """Call `fn(*args)` on every rank of a fresh process group of new processes; return the results by rank.
 
-    `fn` must be importable (module level). Raises RuntimeError with the traceback of the first rank that failed, and
-    TimeoutError if the ranks do not finish in time.
+    `fn` must be importable (module level). With `new_interpreters` a rank's memory is its own from the start, at the
+    price of its imports; by default it is forked from the server of `server.py`. Raises RuntimeError with the traceback
+    of the first rank that failed, and TimeoutError if the ranks do not finish in time.
     """
-    results = processes().Queue()
+    context = multiprocessing.get_context("spawn") if new_interpreters else processes()
+    results = context.Queue()
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     ranks = [
-        start(_rank_main, rank, world_size, fn, args, results, environment={**shared, "RANK": str(rank)})
+        start(
+            _rank_main, rank, world_size, fn, args, results, environment={**shared, "RANK": str(rank)}, context=context
+        )
         for rank in range(world_size)
     ]
     found, deadline = {}, time.monotonic() + timeout_seconds

@@ -111,6 +111,7 @@ def test_resume_sees_the_same_samples_and_losses(tmp_path):
     recipe["data"]["init_args"]["num_workers"] = 2
     fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=2.ckpt")
     assert losses(tmp_path, version=1) == pytest.approx({step: whole[step] for step in range(2, 6)}, rel=1e-6)
+    recipe["data"]["init_args"]["num_workers"] = 0
     fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=3.ckpt")
     assert losses(tmp_path, version=2) == pytest.approx({step: whole[step] for step in range(3, 6)}, rel=1e-6)
     recipe["trainer"]["devices"] = 1
