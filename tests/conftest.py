@@ -2,6 +2,9 @@
 
 import os
 
+# Before torch is imported: a second thread costs more than it saves on models as small as those of the tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

@@ -69,8 +69,13 @@ def _seeded(layer: nn.Module, forward: Callable[..., Any], name: str, key: Dropo
         if not layer.training:
             return forward(*args, **kwargs)
         devices = {value.device for value in args if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
-        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
-            torch.manual_seed(key.number(name))
+        indices = sorted(device.index or 0 for device in devices)
+        with torch.random.fork_rng(devices=indices):
+            # Not torch.manual_seed, which spends milliseconds on kinds of devices that are not in use.
+            torch.default_generator.manual_seed(key.number(name))
+            for index in indices:
+                with torch.cuda.device(index):
+                    torch.cuda.manual_seed(key.number(name))
             return forward(*args, **kwargs)
 
     return run

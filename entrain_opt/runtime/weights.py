@@ -79,7 +79,9 @@ def _initialize(model: nn.Module, removed: Mapping[str, nn.Parameter], seed: int
         if name in absent or (seed is None and not list(module.buffers(recurse=False))):
             return
         drawn_as = plain_name(f"{name}.").removesuffix(".")
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}:{drawn_as}".encode()).digest()[:8], "little") >> 1)
+        number = int.from_bytes(hashlib.sha256(f"{seed}:{drawn_as}".encode()).digest()[:8], "little") >> 1
+        # Not torch.manual_seed: it spends milliseconds on kinds of devices that are not in use.
+        torch.default_generator.manual_seed(number)
         owner._init_weights(module)
 
     assert isinstance(model, PreTrainedModel)

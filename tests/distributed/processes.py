@@ -1,19 +1,17 @@
 """Real ranks for tests of faults: each runs the `entrain` command in a process of its own, with its own stderr.
 
-The processes are forked from a server that has imported everything, so a rank starts in a fraction of a second. They
-are started as `torchrun` would, so no launcher hides what a rank does by itself.
+They are started as `torchrun` would, so no launcher hides what a rank does by itself.
 """
 
 import contextlib
-import multiprocessing
 import os
-import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from server import environments_of_ranks, start
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 
@@ -27,26 +25,12 @@ class Ended:
     late_seconds: float
 
 
-def _free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def _rank_main(folder, arguments, environment, output, fault, program):
+def _rank_main(rank, folder, arguments, fault, program):
     os.chdir(folder)
-    os.environ.update(environment)
-    for name in ("stdout", "stderr"):
-        file = open(output, "a", buffering=1)  # noqa: SIM115
-        os.dup2(file.fileno(), {"stdout": 1, "stderr": 2}[name])
-        setattr(sys, name, file)
-    import torch
-
-    torch.set_num_threads(1)
     from entrain_opt.cli.main import main
 
     if fault is not None:
-        fault(int(environment["RANK"]))
+        fault(rank)
     sys.argv = ["entrain", *arguments]
     code = main(arguments) if program is None else program()
     sys.stderr.flush()
@@ -59,23 +43,16 @@ def start_ranks(folder, recipe, *arguments, world_size=2, command="fit", fault=N
     `fault(rank)` runs in each before the command. Both must be importable (module level).
     """
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytorch_lightning.cli", "entrain_opt.cli.fit", "entrain_opt.cli.main"])
-    port = str(_free_port())
+    line = [command, "--config", "recipe.yaml", *arguments]
     processes = []
-    for rank in range(world_size):
-        environment = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "NODE_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        output = folder / f"rank{rank}.txt"
-        output.write_text("")
-        line = [command, "--config", "recipe.yaml", *arguments]
-        process = context.Process(
-            target=_rank_main, args=(folder, line, environment, output, fault, program), daemon=False
-        )
-        process.start()
-        processes.append(process)
+    for rank, environment in enumerate(environments_of_ranks(world_size)):
+        with open(folder / f"rank{rank}.txt", "w") as output:
+            processes.append(
+                start(
+                    _rank_main, rank, folder, line, fault, program, environment=environment,
+                    output=[output.fileno()] * 2, daemon=False,
+                )
+            )  # fmt: skip
     return processes
 
 

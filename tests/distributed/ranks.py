@@ -1,24 +1,14 @@
 """Run a function on several gloo ranks, and re-raise the first failure with its own traceback."""
 
-import os
-import socket
+import multiprocessing
 import time
 import traceback
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from server import free_port, processes, start
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def _rank_main(rank, world_size, port, fn, args, results):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.set_num_threads(1)
+def _rank_main(rank, world_size, fn, args, results):
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world_size)
         results.put((rank, fn(*args), None))
@@ -29,37 +19,38 @@ def _rank_main(rank, world_size, port, fn, args, results):
         raise
 
 
-def run_ranks(fn, world_size, *args, timeout_seconds=120):
-    """Call `fn(*args)` on every rank of a fresh process group; return the results by rank.
+def run_ranks(fn, world_size, *args, timeout_seconds=120, new_interpreters=False):
+    """Call `fn(*args)` on every rank of a fresh process group of new processes; return the results by rank.
 
-    `fn` must be importable (module level). Raises RuntimeError with the traceback of the first rank that failed, and
-    TimeoutError if the ranks do not finish in time.
+    `fn` must be importable (module level). With `new_interpreters` a rank's memory is its own from the start, at the
+    price of its imports; by default it is forked from the server of `server.py`. Raises RuntimeError with the traceback
+    of the first rank that failed, and TimeoutError if the ranks do not finish in time.
     """
-    context = mp.get_context("spawn")
+    context = multiprocessing.get_context("spawn") if new_interpreters else processes()
     results = context.Queue()
-    port = _free_port()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, fn, args, results), daemon=True)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
+    ranks = [
+        start(
+            _rank_main, rank, world_size, fn, args, results, environment={**shared, "RANK": str(rank)}, context=context
+        )
         for rank in range(world_size)
     ]
-    for process in processes:
-        process.start()
     found, deadline = {}, time.monotonic() + timeout_seconds
     try:
         while len(found) < world_size:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"ranks {sorted(set(range(world_size)) - set(found))} did not finish")
             if results.empty():
-                time.sleep(0.05)
+                time.sleep(0.02)
                 continue
             rank, value, error = results.get()
             if error:
                 raise RuntimeError(f"rank {rank} failed:\n{error}")
             found[rank] = value
-        for process in processes:
+        for process in ranks:
             process.join(timeout=30)
     finally:
-        for process in processes:
+        for process in ranks:
             if process.is_alive():
                 process.kill()
     return [found[rank] for rank in range(world_size)]

@@ -62,7 +62,8 @@ def test_memory_after_the_warm_up_is_that_of_the_last_step(tmp_path):
 
     In a process of its own: what other tests have left behind comes and goes.
     """
-    (found,) = run_ranks(train, 1, write_model(tmp_path / "plain"), timeout_seconds=300)
+    model = write_model(tmp_path / "plain")
+    (found,) = run_ranks(train, 1, model, timeout_seconds=300, new_interpreters=True)
     (first, tensors), (last, tensors_later) = found
     # The batch that is being made ahead may hold a few tensors more or less.
     assert abs(tensors_later - tensors) < 60

@@ -5,13 +5,16 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import server
 import yaml
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "recipes" / "data" / "physics"
+MAIN = "entrain_opt.cli.main"
+#: A launcher: Python as a user starts it.
+INTERPRETER = (sys.executable,)
 
 
 def write_run(folder, *, frozen=(), devices=2, samples=12, global_batch_size=4, max_steps=3, **strategy):
@@ -77,22 +80,27 @@ def choose(lines, count):
     return several + text + kinds[1][: count - len(several) - len(text)]
 
 
-def entrain(folder, recipe, *arguments, command="fit", launcher=(), timeout_seconds=300):
-    """Run `entrain COMMAND --config recipe ARGUMENTS` in `folder`; returns the finished process and its seconds."""
+def entrain(folder, recipe, *arguments, command="fit", launcher=(), ranks=1, timeout_seconds=300):
+    """Run `entrain COMMAND --config recipe ARGUMENTS` in `folder`; returns the finished process.
+
+    By default it begins with everything imported and launches further ranks as it always does. `launcher` is the start
+    of a command line to run in its place, such as `INTERPRETER`. With `ranks`, that many processes are started as
+    `torchrun` starts them, none of which has to import anything; their output is joined.
+    """
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    main = [*launcher, "-m", "entrain_opt.cli.main"] if launcher else [sys.executable, "-m", "entrain_opt.cli.main"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    started = time.monotonic()
-    process = subprocess.run(
-        [*main, command, "--config", "recipe.yaml", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    return process, time.monotonic() - started
+    words = [command, "--config", "recipe.yaml", *arguments]
+    environment = {**server.ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    if launcher:
+        return subprocess.run(
+            [*launcher, "-m", MAIN, *words], cwd=folder, env={**os.environ, **environment}, capture_output=True,
+            text=True, timeout=timeout_seconds, check=False,
+        )  # fmt: skip
+    own = server.environments_of_ranks(ranks) if ranks > 1 else [{}]
+    runs = [server.ModuleRun(MAIN, words, folder=folder, environment={**environment, **one}) for one in own]
+    ended = [run.wait(timeout_seconds) for run in runs]
+    code = next((one.returncode for one in ended if one.returncode), 0)
+    output, errors = ("\n".join(getattr(one, name) for one in ended) for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(words, code, output, errors)
 
 
 def losses(folder, version=0):

@@ -10,7 +10,7 @@ from small import DATA, entrain, write_run
 
 def assert_fails(folder, recipe, *arguments, expected, **options):
     """Run and check the one error; returns stderr."""
-    process, _ = entrain(folder, recipe, *arguments, **options)
+    process = entrain(folder, recipe, *arguments, **options)
     assert process.returncode != 0, process.stdout
     for text in expected:
         assert text in process.stderr, process.stderr
@@ -77,7 +77,7 @@ def test_broken_image_can_be_skipped(tmp_path):
     recipe = write_run(tmp_path, max_steps=1)
     change_sample(tmp_path, lambda sample, image: truncate(tmp_path, image))
     recipe["data"]["init_args"]["bad_samples"] = "skip"
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe, ranks=2)
     assert process.returncode == 0, process.stderr
 
 
@@ -93,7 +93,7 @@ def test_placeholder_without_its_image(tmp_path):
 
 def test_plan_for_another_number_of_ranks(tmp_path):
     recipe = write_run(tmp_path, devices=1, max_steps=1)
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe)
     assert process.returncode == 0, process.stderr
     shutil.copy(tmp_path / "runs" / "small" / "plan.yaml", tmp_path / "plan.yaml")
     recipe["trainer"]["devices"] = 2
@@ -122,7 +122,7 @@ def test_misspelled_key(tmp_path, place, key, nearest):
     for name in place:
         section = section[name]
     section[key] = 1
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe)
     assert process.returncode != 0
     assert key in process.stderr
     assert nearest in process.stderr
@@ -132,11 +132,11 @@ def test_misspelled_key(tmp_path, place, key, nearest):
 def test_data_that_breaks_during_training_ends_all_ranks_with_its_name(tmp_path):
     """The rank that loads pictures fails; the other waits for its messages and must end with it."""
     recipe = write_run(tmp_path, max_steps=1)
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe, ranks=2)
     assert process.returncode == 0, process.stderr
     name = break_behind_the_index(tmp_path)
     recipe["trainer"]["max_steps"] = 6
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe)
     assert process.returncode != 0
     assert name in process.stderr, process.stderr
     assert not leftovers(tmp_path)

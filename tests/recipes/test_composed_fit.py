@@ -18,7 +18,7 @@ NAME = "tiny-compose-qwen2_5-vit-whisper-llama"
 
 
 def fit(folder, recipe, *arguments):
-    process, _ = entrain(folder, recipe, *arguments)
+    process = entrain(folder, recipe, *arguments, ranks=recipe["trainer"]["devices"])
     assert process.returncode == 0, process.stdout + process.stderr
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from small import entrain, losses, write_run
+from small import INTERPRETER, entrain, losses, write_run
 
 
-def fit(folder, recipe, *arguments, **options):
-    process, _ = entrain(folder, recipe, *arguments, **options)
+def fit(folder, recipe, *arguments, launcher=()):
+    """By a launcher, or with all ranks started at once."""
+    options = {"launcher": launcher} if launcher else {"ranks": recipe["trainer"]["devices"]}
+    process = entrain(folder, recipe, *arguments, **options)
     assert process.returncode == 0, process.stdout + process.stderr
     return process
 
@@ -22,7 +24,7 @@ def trained(tmp_path_factory):
     recipe = write_run(folder, frozen=["vision_tower"])
     recipe["data"]["init_args"]["validation_dataset"] = "train.jsonl"
     recipe["trainer"]["val_check_interval"] = 3
-    return folder, recipe, fit(folder, recipe).stdout
+    return folder, recipe, fit(folder, recipe, launcher=INTERPRETER).stdout
 
 
 def test_prints_plan_and_where_results_lie(trained):
@@ -109,6 +111,7 @@ def test_resume_sees_the_same_samples_and_losses(tmp_path):
     recipe["data"]["init_args"]["num_workers"] = 2
     fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=2.ckpt")
     assert losses(tmp_path, version=1) == pytest.approx({step: whole[step] for step in range(2, 6)}, rel=1e-6)
+    recipe["data"]["init_args"]["num_workers"] = 0
     fit(tmp_path, recipe, "--ckpt_path", "runs/small/checkpoints/step=3.ckpt")
     assert losses(tmp_path, version=2) == pytest.approx({step: whole[step] for step in range(3, 6)}, rel=1e-6)
     recipe["trainer"]["devices"] = 1

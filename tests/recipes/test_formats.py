@@ -34,7 +34,7 @@ def to_fine_vision(folder, path):
 @pytest.fixture
 def run_of_both(tmp_path):
     recipe = write_run(tmp_path, devices=1, max_steps=2)
-    process, _ = entrain(tmp_path, recipe)
+    process = entrain(tmp_path, recipe)
     assert process.returncode == 0, process.stderr
     expected = losses(tmp_path)
     shutil.rmtree(tmp_path / "runs")
@@ -47,7 +47,7 @@ def run_of_both(tmp_path):
 
 def test_fine_vision_parquet_trains_to_the_same_losses(run_of_both):
     folder, recipe, expected = run_of_both
-    process, _ = entrain(folder, recipe)
+    process = entrain(folder, recipe)
     assert process.returncode == 0, process.stderr
     found = losses(folder)
     assert found.keys() == expected.keys()

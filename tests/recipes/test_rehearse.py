@@ -8,7 +8,7 @@ from small import ROOT, entrain, write_run
 def test_a_trace_is_rehearsed_and_nothing_passes_for_a_real_run(tmp_path):
     recipe = write_run(tmp_path, devices=2, global_batch_size=6, num_microbatches=2)
     recipe["data"]["init_args"]["dataset"] = str(ROOT / "recipes" / "data" / "traces" / "math_vision.parquet")
-    process, _ = entrain(tmp_path, recipe, "--steps", "2", command="rehearse")
+    process = entrain(tmp_path, recipe, "--steps", "2", command="rehearse")
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.startswith("EMULATED")
     assert "emulated step 1" in process.stdout
