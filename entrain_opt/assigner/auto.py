@@ -31,6 +31,8 @@ from entrain_opt.assigner.work import Placement, SampleWork
 
 #: Counts of microbatches that are tried, as parts of the number of samples.
 _PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
+#: Microbatches for each rank below which none are tried: deep pipelines of short layers run best with few.
+FEWEST_PER_RANK = 0.25
 #: Microbatches that stand before the largest one, as parts of all; the best depends on memory and on the encoder.
 _SHARES_BEFORE_LARGEST = (0.3, 0.6, 0.15, 0.45)
 NUM_ORDERS = len(_SHARES_BEFORE_LARGEST)
@@ -117,7 +119,8 @@ def _counts(work: SampleWork, num_microbatches: int | None) -> list[int]:
     """Numbers of microbatches to try, most first."""
     most = work.num_samples if num_microbatches is None else min(num_microbatches, work.num_samples)
     counts = sorted({max(1, round(most * part)) for part in _PARTS}, reverse=True)
-    return [count for count in counts if count >= min(most, work.shape.num_ranks)] or [most]
+    least = max(2, round(FEWEST_PER_RANK * work.shape.num_ranks))
+    return [count for count in counts if count >= min(most, least)] or [most]
 
 
 class _Level:

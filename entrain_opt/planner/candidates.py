@@ -34,7 +34,9 @@ FINAL_BATCHES = FINAL_ROUNDS[-1][0]
 SLOWER_ON_ALL, BASELINE_SLOWER = 4, 0.01
 #: Where no finalist has more microbatches on all ranks together, all are assigned with more effort: what the least
 #: misses differs from plan to plan by more than plans differ. Deeper pipelines would take seconds for it.
-SEARCHED_LONGER = 1024
+SEARCHED_LONGER = 2048
+#: Above so many, finalists that are searched longer are not replayed in the last round.
+FEWER_BATCHES = 1024
 #: Heaviest replicas of each batch that are replayed.
 REPLICAS = 1
 #: A candidate slower than the fastest by more than this share on the first batch is not played on the second: with as
@@ -230,7 +232,7 @@ class Candidates:
         racing: list[Outcome] = finalists
         out: list[Outcome] = []
         effort = final_effort([self.plan_of(one.ranked) for one in finalists])
-        for batches, tolerated in FINAL_ROUNDS:
+        for batches, tolerated in final_rounds([self.plan_of(one.ranked) for one in finalists]):
             played = [self.outcome(one.ranked, batches=batches, earlier=one.replay, effort=effort) for one in racing]
             fastest = min(played, key=self._rank)
             weight = {id(one): self._weight(one) / self._weight(fastest) for one in played}
@@ -255,8 +257,16 @@ def _is_in(outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bo
 
 def final_effort(plans: Sequence[Plan]) -> str:
     """How long the assignments of plans that are compared with each other are searched."""
-    most = max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
-    return "fast" if most <= SEARCHED_LONGER else "least"
+    return "fast" if _most_work(plans) <= SEARCHED_LONGER else "least"
+
+
+def final_rounds(plans: Sequence[Plan]) -> tuple[tuple[int, float], ...]:
+    """Batches and tolerance of each round of finalists."""
+    return FINAL_ROUNDS[:-1] if FEWER_BATCHES < _most_work(plans) <= SEARCHED_LONGER else FINAL_ROUNDS
+
+
+def _most_work(plans: Sequence[Plan]) -> int:
+    return max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
 
 
 def _scaled(outcome: Outcome, winner: Outcome) -> Outcome:

@@ -103,7 +103,11 @@ class Replayer:
         kind = (plan.degrees, plan.num_shares, frozenset((stage.module, stage.recompute) for stage in plan.stages))
         allowance = self._allowances.get(kind, self.limit_bytes)
         if kind in self._allowances and plan.patches_in_flight is None and plan.tokens_in_flight is None:
-            plan = with_memory_caps(plan, self.costs, self.demand, allowance)
+            try:
+                plan = with_memory_caps(plan, self.costs, self.demand, allowance)
+            except PlanError:  # A sample needs more than what another plan of the kind left; all there is may do.
+                allowance = self.limit_bytes
+                plan = with_memory_caps(plan, self.costs, self.demand, allowance)
         result = self._play(plan, num_batches, num_replicas, effort)
         for _ in range(_CAP_ATTEMPTS):
             if max(result.peak_bytes) <= self.limit_bytes:
