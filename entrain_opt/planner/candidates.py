@@ -25,6 +25,8 @@ from entrain_opt.planner.search import Ranked, best_partition
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
 #: Replays on the first batches, and how many candidates (of different degrees or layers) get more.
 MOST_REPLAYS, FINALISTS = 16, 4
+#: After this many replays none begins if microbatches on all ranks of all replayed so far are this many together.
+FEW_REPLAYS, MUCH_WORK = 8, 50_000
 #: Global batches that candidates are replayed on at first.
 FIRST_ROUND = 2
 #: Global batches that finalists are replayed on, round by round, and by which share slower than the fastest is out.
@@ -35,7 +37,7 @@ SLOWER_ON_ALL, BASELINE_SLOWER = 4, 0.01
 #: Where no finalist has more microbatches on all ranks together, all are assigned with more effort: what the least
 #: misses differs from plan to plan by more than plans differ. Deeper pipelines would take seconds for it.
 SEARCHED_LONGER = 2048
-#: Above so many, finalists that are searched longer are not replayed in the last round.
+#: Above so many, each replay takes long, and finalists are not replayed in the last round.
 FEWER_BATCHES = 1024
 #: Heaviest replicas of each batch that are replayed.
 REPLICAS = 1
@@ -124,6 +126,7 @@ class Candidates:
     def __init__(self, instance: Instance, replayer: Replayer, draft: Plan) -> None:
         self.instance, self.replayer, self.draft = instance, replayer, draft
         self.outcomes: dict[tuple[object, ...], Outcome] = {}
+        self._work = 0
 
     def plan_of(self, ranked: Ranked) -> Plan:
         choice = ranked.choice
@@ -152,6 +155,9 @@ class Candidates:
         key = (ranked.choice.kind, ranked.choice.num_microbatches, ranked.ends)
         if key in self.outcomes or len(self.outcomes) >= MOST_REPLAYS:
             return
+        if len(self.outcomes) >= FEW_REPLAYS and self._work >= MUCH_WORK:
+            return
+        self._work += ranked.choice.pipeline * ranked.choice.num_microbatches
         found = self.outcome(ranked, batches=1)
         fastest = self._best() if self.outcomes else found
         if found.replay is not None:
@@ -262,7 +268,7 @@ def final_effort(plans: Sequence[Plan]) -> str:
 
 def final_rounds(plans: Sequence[Plan]) -> tuple[tuple[int, float], ...]:
     """Batches and tolerance of each round of finalists."""
-    return FINAL_ROUNDS[:-1] if FEWER_BATCHES < _most_work(plans) <= SEARCHED_LONGER else FINAL_ROUNDS
+    return FINAL_ROUNDS if _most_work(plans) <= FEWER_BATCHES else FINAL_ROUNDS[:-1]
 
 
 def _most_work(plans: Sequence[Plan]) -> int:
