@@ -237,28 +237,28 @@ class Candidates:
         """The finalists on more and more batches, fastest first."""
         racing: list[Outcome] = finalists
         out: list[Outcome] = []
-        effort = final_effort([self.plan_of(one.ranked) for one in finalists])
-        for batches, tolerated in final_rounds([self.plan_of(one.ranked) for one in finalists]):
+        plans = [self.plan_of(one.ranked) for one in finalists]
+        effort = final_effort(plans)
+        for batches, tolerated in final_rounds(plans):
             played = [self.outcome(one.ranked, batches=batches, earlier=one.replay, effort=effort) for one in racing]
             fastest = min(played, key=self._rank)
-            weight = {id(one): self._weight(one) / self._weight(fastest) for one in played}
-            racing = [one for one in played if _is_in(one, fastest, tolerated, one.ranked is baseline, weight[id(one)])]
+            racing = [one for one in played if self._stays(one, fastest, tolerated, one.ranked is baseline)]
             out += [one for one in played if one not in racing]
         racing.sort(key=self._rank)
         return racing + sorted((_scaled(one, racing[0]) for one in out), key=self._rank)
 
-
-def _is_in(outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool, weight: float) -> bool:
-    """Whether a finalist, whose seconds count `weight` times, stays in the race after a round."""
-    if outcome is fastest:
-        return True
-    if outcome.replay is None or fastest.replay is None:
-        return False
-    pairs = list(zip(outcome.replay.batch_seconds, fastest.replay.batch_seconds, strict=True))
-    on_all = len(pairs) >= SLOWER_ON_ALL and all(weight * mine > best for mine, best in pairs)
-    if is_baseline:
-        return not on_all or weight * outcome.seconds <= (1 + BASELINE_SLOWER) * fastest.seconds
-    return not on_all and weight * outcome.seconds <= (1 + tolerated) * fastest.seconds
+    def _stays(self, outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool) -> bool:
+        """Whether a finalist stays in the race after a round."""
+        if outcome is fastest:
+            return True
+        if outcome.replay is None or fastest.replay is None:
+            return False
+        weight = self._weight(outcome) / self._weight(fastest)
+        pairs = list(zip(outcome.replay.batch_seconds, fastest.replay.batch_seconds, strict=True))
+        on_all = len(pairs) >= SLOWER_ON_ALL and all(weight * mine > best for mine, best in pairs)
+        if is_baseline:
+            return not on_all or weight * outcome.seconds <= (1 + BASELINE_SLOWER) * fastest.seconds
+        return not on_all and weight * outcome.seconds <= (1 + tolerated) * fastest.seconds
 
 
 def final_effort(plans: Sequence[Plan]) -> str:

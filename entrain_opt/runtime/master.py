@@ -62,8 +62,10 @@ class MasterWeights:
     def _take_gradient(self, parameter: Tensor) -> None:
         _, master = self._masters[id(parameter)]
         assert parameter.grad is not None
-        if master.grad is None:
-            master.grad = parameter.grad.float()
-        else:
-            master.grad.add_(parameter.grad)
+        master.grad = add_in_float32(master.grad, parameter.grad)
         parameter.grad = None
+
+
+def add_in_float32(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """The float32 sum of gradients with one more added, in place if there is a sum already."""
+    return gradient.float() if total is None else total.add_(gradient)

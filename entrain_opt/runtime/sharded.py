@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from entrain_opt.plan.shares import BUCKET_BYTES, owned_rows, row_dim
-from entrain_opt.runtime.master import MasterWeights
+from entrain_opt.runtime.master import MasterWeights, add_in_float32
 from entrain_opt.runtime.p2p import PipelineGroups
 from entrain_opt.runtime.shards import Shard
 
@@ -64,10 +64,7 @@ class HeldParameter:
     def add_gradient(self, parameter: Tensor) -> None:
         """Add the gradient of one backward to the float32 sum."""
         assert parameter.grad is not None
-        if self.gradient is None:
-            self.gradient = parameter.grad.float()
-        else:
-            self.gradient.add_(parameter.grad)
+        self.gradient = add_in_float32(self.gradient, parameter.grad)
         parameter.grad = None
 
 

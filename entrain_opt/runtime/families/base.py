@@ -120,6 +120,8 @@ class Family(ABC):
     #: itself allows one only.
     text_types: ClassVar[tuple[str, ...] | None] = None
     encoder_types: ClassVar[tuple[str, ...] | None] = None
+    #: Whether rotary angles of the language model depend on the kind of layer.
+    rotary_by_kind = False
     #: How encoders attend: `PACKED_ATTENTION` where several media lie in one row and `encode` gives their offsets.
     encoder_attention: ClassVar[str] = "sdpa"
 
@@ -303,15 +305,21 @@ class Family(ABC):
         """
         language_model = self.language_model(model)
         row, positions = hidden.unsqueeze(0), position_ids.unsqueeze(-2)
-        rotary = language_model.rotary_emb(row, positions)
-        for layer in language_model.layers[layers[0] : layers[1]]:
+        first, end = layers
+        kinds = language_model.config.layer_types[first:end] if self.rotary_by_kind else [None] * (end - first)
+        rotary = {
+            kind: language_model.rotary_emb(row, positions, *(() if kind is None else (kind,)))
+            for kind in dict.fromkeys(kinds)
+        }
+        for kind, layer in zip(kinds, language_model.layers[first:end], strict=True):
             row = layer(
                 row,
                 attention_mask=None,
-                position_embeddings=rotary,
+                position_embeddings=rotary[kind],
                 position_ids=None if positions.ndim > 2 else positions,
                 use_cache=False,
                 segment_offsets=segment_offsets,
+                two_way_spans=tuple(spans),
             )
         return row.squeeze(0)
 

@@ -6,7 +6,6 @@ cut, what crosses its boundaries and how it runs is not written again here. The 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from entrain_opt.runtime.experts import router_names
-from entrain_opt.runtime.families.base import OUTPUT, Family, MediaUnit, Place, Span
+from entrain_opt.runtime.families.base import OUTPUT, Family, MediaUnit, Place
 from entrain_opt.runtime.families.composed_model import ComposedModel
-from entrain_opt.runtime.families.gemma3 import check_gemma3_text, decode_gemma3
+from entrain_opt.runtime.families.gemma3 import check_gemma3_text
 from entrain_opt.runtime.families.idefics3 import Idefics3Family
 from entrain_opt.runtime.families.internvl import InternVLFamily
 from entrain_opt.runtime.families.qwen2_5_vl import Qwen25VLFamily
@@ -168,18 +167,9 @@ class ComposedFamily(Family):
         encoder = self.encoders[unit.module]
         return encoder.family.encode(encoder.view(model), hidden, layers, unit)
 
-    def decode(
-        self,
-        model: nn.Module,
-        hidden: Tensor,
-        position_ids: Tensor,
-        segment_offsets: list[int],
-        layers: tuple[int, int],
-        spans: Sequence[Span] = (),
-    ) -> Tensor:
-        if self.text_config.model_type != "gemma3_text":
-            return super().decode(model, hidden, position_ids, segment_offsets, layers, spans)
-        return decode_gemma3(self.language_model(model), hidden, position_ids, segment_offsets, layers, spans)
+    @property
+    def rotary_by_kind(self) -> bool:  # type: ignore[override]
+        return bool(self.text_config.model_type == "gemma3_text")
 
     def tied(self) -> dict[str, str]:
         head, embedding = "language_model.lm_head.weight", "language_model.model.embed_tokens.weight"

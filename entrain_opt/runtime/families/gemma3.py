@@ -6,7 +6,6 @@ differ between the two kinds of layers. Every language-model stage needs to know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from entrain_opt.runtime.families.towers import SquareTowerFamily
 class Gemma3Family(SquareTowerFamily):
     """`Gemma3ForConditionalGeneration`."""
 
+    rotary_by_kind = True
     reads_text_everywhere = True
     text_types = ("gemma3_text",)
     encoder_types = ("siglip_vision_model",)
@@ -41,44 +41,9 @@ class Gemma3Family(SquareTowerFamily):
         outside = input_ids >= self.text_config.vocab_size
         return super().embed(model, input_ids.masked_fill(outside, 0))
 
-    def decode(
-        self,
-        model: nn.Module,
-        hidden: Tensor,
-        position_ids: Tensor,
-        segment_offsets: list[int],
-        layers: tuple[int, int],
-        spans: Sequence[Span] = (),
-    ) -> Tensor:
-        return decode_gemma3(self.language_model(model), hidden, position_ids, segment_offsets, layers, spans)
-
-
-def decode_gemma3(
-    language_model: Any,
-    hidden: Tensor,
-    position_ids: Tensor,
-    segment_offsets: list[int],
-    layers: tuple[int, int],
-    spans: Sequence[Span] = (),
-) -> Tensor:
-    """`Family.decode` of a language model whose rotary angles depend on the kind of layer."""
-    row, positions = hidden.unsqueeze(0), position_ids.unsqueeze(0)
-    kinds = language_model.config.layer_types[layers[0] : layers[1]]
-    rotary = {kind: language_model.rotary_emb(row, positions, kind) for kind in dict.fromkeys(kinds)}
-    for kind, layer in zip(kinds, language_model.layers[layers[0] : layers[1]], strict=True):
-        row = layer(
-            row,
-            position_embeddings=rotary[kind],
-            attention_mask=None,
-            position_ids=positions,
-            segment_offsets=segment_offsets,
-            two_way_spans=tuple(spans),
-        )
-    return row.squeeze(0)
-
 
 def check_gemma3_text(text: Any) -> None:
-    """Raise RuntimeConfigError for a setting that `decode_gemma3` or `logits` would leave out."""
+    """Raise RuntimeConfigError for a setting that `Family.decode` or `logits` would leave out."""
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if value := getattr(text, name, None):
             raise RuntimeConfigError(f"model: text_config.{name}: expected none, found {value}; it is not executed.")
