@@ -1,8 +1,9 @@
 """The default policy: many good placements, played through, and the best one improved by search.
 
 1. *Starts*: joint leveling at several counts of microbatches (each also with its microbatches in several orders), the
-   paper's pairwise placement and the peers' Karmarkar-Karp and in-order ones. All are played through under the schedule
-   and the memory of the plan.
+   paper's pairwise placement and the peers' Karmarkar-Karp and in-order ones. Media items of a sample with more encoder
+   work than a microbatch should have are encoded one after the other, in as many microbatches as that work is worth.
+   All are played through under the schedule and the memory of the plan.
 2. *Search*, from the best: the order of microbatches changes by moves and swaps, samples move and swap between
    microbatches, single media items are encoded earlier. A change that is worse by a little is accepted now and then,
    less and less (simulated annealing), so that the search leaves local optima. What counts is the simulated time, so a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,9 +30,10 @@ from entrain_opt.assigner.peers import place_in_order, place_karmarkar_karp
 from entrain_opt.assigner.random_numbers import random_state
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
+from entrain_opt.assignment import FloatArray, IntArray
 
-#: Counts of microbatches that are tried, as parts of the number of samples.
-_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25)
+#: Counts of microbatches that are tried, as parts of the number of samples: on most budgets, and on the smallest.
+_PARTS, _FEW_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25), (1.0, 0.5, 0.25)
 #: Microbatches for each rank below which none are tried: deep pipelines of short layers run best with few.
 FEWEST_PER_RANK = 0.25
 #: Microbatches that stand before the largest one, as parts of all; the best depends on memory and on the encoder.
@@ -40,8 +43,8 @@ NUM_ORDERS = len(_SHARES_BEFORE_LARGEST)
 START_TEMPERATURE = 0.003
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
 FEW, FEW_SHARE = 0.4, 0.65
-#: Budgets below this many evaluations have no room for the slower starts.
-_SMALL_BUDGET = 100
+#: Budgets below so many evaluations have no room for the slower starts, and for all counts.
+_SMALL_BUDGET, _SMALLEST_BUDGET = 100, 50
 
 
 def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchSettings) -> Placement:
@@ -62,11 +65,22 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
             tried.append((search.seconds(start), len(tried), start))
 
     thorough = settings.evaluations >= _SMALL_BUDGET
-    counts = _counts(work, num_microbatches)
+    counts = _counts(work, num_microbatches, _FEW_PARTS if settings.evaluations < _SMALLEST_BUDGET else _PARTS)
     levels = [_Level(work, count) for count in counts]
     play(level.start(0) for level in levels)
     best_level = levels[min(tried)[1]]
+    if min(tried)[0] == math.inf:  # Media that are encoded earlier may need more memory than there is.
+        for level in levels:
+            start = level.start(0, together=True)
+            tried.append((search.seconds(start), len(tried), start))
+            best_level = level if min(tried)[2] is start else best_level
     play(level.start(order) for level in (levels if thorough else [best_level]) for order in range(1, NUM_ORDERS))
+    play(
+        level.start(order, together=True)
+        for level in (levels if thorough else [best_level])
+        for order in range(NUM_ORDERS)
+        if level.has_giants
+    )
     if thorough:
         play(_others(work, (counts[0], counts[len(counts) // 2])))
     tried.sort(key=lambda entry: entry[:2])
@@ -115,10 +129,10 @@ class _Search:
         return best_seconds, best
 
 
-def _counts(work: SampleWork, num_microbatches: int | None) -> list[int]:
+def _counts(work: SampleWork, num_microbatches: int | None, parts: Sequence[float]) -> list[int]:
     """Numbers of microbatches to try, most first."""
     most = work.num_samples if num_microbatches is None else min(num_microbatches, work.num_samples)
-    counts = sorted({max(1, round(most * part)) for part in _PARTS}, reverse=True)
+    counts = sorted({max(1, round(most * part)) for part in parts}, reverse=True)
     least = max(2, round(FEWEST_PER_RANK * work.shape.num_ranks))
     return [count for count in counts if count >= min(most, least)] or [most]
 
@@ -133,14 +147,41 @@ class _Level:
     def __init__(self, work: SampleWork, count: int) -> None:
         self._work = work
         self._microbatch, self._count = level_jointly(work, count)
-        llm = np.bincount(self._microbatch, weights=normalised_loads(work)[:, 1], minlength=self._count)
+        loads = normalised_loads(work)
+        llm = np.bincount(self._microbatch, weights=loads[:, 1], minlength=self._count)
         self._rising = np.argsort(llm, kind="stable")
+        self._spread = media_spread(work, loads[:, 0] * self._count)
 
-    def start(self, order: int) -> Layout:
-        """With one of `NUM_ORDERS` orders."""
+    @property
+    def has_giants(self) -> bool:
+        """Whether any sample's media items are encoded one after the other."""
+        return bool(self._spread.any())
+
+    def start(self, order: int, *, together: bool = False) -> Layout:
+        """With one of `NUM_ORDERS` orders; `together` keeps all media items of every sample in its microbatch."""
         before = np.diff(np.floor(np.arange(self._count + 1) * _SHARES_BEFORE_LARGEST[order])) > 0
         places = np.concatenate([self._rising[before], self._rising[~before][::-1]])
-        return Layout.together(self._work, np.argsort(places)[self._microbatch])
+        layout = Layout.together(self._work, np.argsort(places)[self._microbatch])
+        if together or not self.has_giants:
+            return layout
+        return replace(layout, media=np.maximum(layout.media - self._spread, 0))
+
+
+def media_spread(work: SampleWork, encoder_load: FloatArray) -> IntArray:
+    """[M] how many microbatches before its sample each media item is encoded, so that none has too much at once.
+
+    Args:
+        work: N samples with M media entries.
+        encoder_load: [N] of each sample, in mean microbatches; those with at most one stay together.
+    """
+    sample = work.costs.media_sample
+    seconds = work.media_stage_seconds.sum(axis=0)
+    cumulated = np.cumsum(seconds)
+    total = np.bincount(sample, seconds, work.num_samples)
+    after = np.cumsum(total)[sample] - cumulated
+    share = np.divide(after, total[sample], out=np.zeros_like(after), where=total[sample] > 0)
+    width = np.where(encoder_load > 1, np.ceil(encoder_load), 0.0)
+    return np.floor(np.clip(share, 0.0, 1.0) * width[sample]).astype(np.int64)
 
 
 def _others(work: SampleWork, counts: Sequence[int]) -> Iterator[Layout]:

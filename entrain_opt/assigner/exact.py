@@ -35,7 +35,7 @@ from entrain_opt.errors import SolverError
 TOLERANCE = 0.03
 #: Deterministic seconds of the solver, by effort; one is 5 to 15 seconds of one core for these models.
 DETERMINISTIC_LIMITS: Mapping[str, float] = MappingProxyType(
-    {"least": 0.005, "fast": 0.01, "default": 0.02, "thorough": 1.0}
+    {"least": 0.005, "brief": 0.005, "fast": 0.01, "default": 0.02, "thorough": 1.0}
 )
 #: Swaps of microbatches that are tried on each solution.
 MAX_SWAPS = 100

@@ -12,8 +12,10 @@ Deterministic; ties go to the earlier candidate. Price: 20 to 60 replays of one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from entrain_opt.assigner.registry import find_policy
 from entrain_opt.errors import PlanError
 from entrain_opt.plan import Plan
 from entrain_opt.planner.instance import Instance
@@ -23,10 +25,11 @@ from entrain_opt.planner.search import Ranked, best_partition
 
 #: Other degrees are replayed if predicted to lose at most this share (one in any case), and at most so many.
 WORTH_REPLAYING, MOST_DEGREES = 0.2, 4
-#: Replays on the first batches, and how many candidates (of different degrees or layers) get more.
-MOST_REPLAYS, FINALISTS = 16, 4
-#: After this many replays none begins if microbatches on all ranks of all replayed so far are this many together.
-FEW_REPLAYS, MUCH_WORK = 8, 50_000
+#: Candidates that are replayed on the first batches, how many may fail, and how many (of different degrees or layers)
+#: get more batches.
+MOST_REPLAYS, MOST_FAILURES, FINALISTS = 16, 48, 4
+#: After this many replays none begins if samples on all ranks of all replayed so far are this many together.
+FEW_REPLAYS, MUCH_WORK = 8, 24_000
 #: Global batches that candidates are replayed on at first.
 FIRST_ROUND = 2
 #: Global batches that finalists are replayed on, round by round, and by which share slower than the fastest is out.
@@ -34,13 +37,17 @@ FINAL_ROUNDS: tuple[tuple[int, float], ...] = ((1, 0.06), (2, 0.03), (4, 0.02), 
 FINAL_BATCHES = FINAL_ROUNDS[-1][0]
 #: From so many batches on, out is who is slower on every one of them; the baseline, if it is by this share in all.
 SLOWER_ON_ALL, BASELINE_SLOWER = 4, 0.01
-#: Where no finalist has more microbatches on all ranks together, all are assigned with more effort: what the least
-#: misses differs from plan to plan by more than plans differ. Deeper pipelines would take seconds for it.
-SEARCHED_LONGER = 2048
-#: Above so many, each replay takes long, and finalists are not replayed in the last round.
+#: From so many batches on, where all finalists left are slower than the fastest by at most this share, it has won.
+ALIKE_AFTER, ALIKE = 2, 0.005
+#: How long the finalists' assignments are searched, by the samples of a replica times its ranks, of the largest. What
+#: the least effort misses differs from plan to plan by more than plans do; deep pipelines would take seconds for more.
+EFFORTS: tuple[tuple[int, str], ...] = ((1024, "fast"), (8192, "brief"))
+#: Above so many microbatches on all ranks, each replay takes long, and finalists are not replayed in the last round.
 FEWER_BATCHES = 1024
 #: Heaviest replicas of each batch that are replayed.
 REPLICAS = 1
+#: Candidates that are replayed side by side: most of a replay is compiled code, which does not hold the interpreter.
+THREADS = 2
 #: A candidate slower than the fastest by more than this share on the first batch is not played on the second: with as
 #: many replicas, which hold the same samples, and with another number of them.
 BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.03, 0.1
@@ -72,7 +79,7 @@ class Outcome:
 
 
 def first_candidates(instance: Instance, solved: Ranked, ranking: list[Ranked]) -> Iterator[Ranked]:
-    """The solver's answer, the best of other degrees, then other borders of the solver's."""
+    """The solver's answer, and the best of other degrees."""
     yield solved
     kinds = {solved.choice.kind}
     for ranked in ranking:
@@ -81,7 +88,6 @@ def first_candidates(instance: Instance, solved: Ranked, ranking: list[Ranked]) 
         if kind not in kinds and len(kinds) < MOST_DEGREES and worth:
             kinds.add(kind)
             yield ranked
-    yield from border_neighbours(instance, solved)
 
 
 def border_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
@@ -100,9 +106,16 @@ def border_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
         yield unconstrained
 
 
-def count_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
-    """Same degrees, with the next smaller and larger number of microbatches."""
+def count_neighbours(instance: Instance, outcome: Outcome, policy: str) -> Iterator[Ranked]:
+    """Same degrees, with the next smaller and larger number of microbatches.
+
+    Where the policy chooses how many it uses, more are of use only if it used all.
+    """
+    ranked = outcome.ranked
     mine = ranked.choice
+    steps: tuple[int, ...] = (1, -1, 2)
+    if find_policy(policy).search is not None and outcome.replay is not None:
+        steps = (1, -1) if outcome.replay.most_microbatches >= mine.num_microbatches else (-1,)
     same = [c for c in instance.choices if c.kind == mine.kind]
     if not same:  # A twin of what the closed form found to fit, which holds less.
         twin = replace(mine, sharded=not mine.sharded).kind
@@ -113,7 +126,7 @@ def count_neighbours(instance: Instance, ranked: Ranked) -> Iterator[Ranked]:
     border = instance.module_starts[-1]
     at = [rank for rank, end in enumerate(ranked.ends[:-1]) if end == border]
     fixed = {at[0]: border} if at and len(instance.num_layers) > 1 else {}
-    for index in (place + 1, place - 1, place + 2):
+    for index in (place + step for step in steps):
         if 0 <= index < len(same):
             found = best_partition(instance, same[index], fixed_ends=fixed)
             if found is not None:
@@ -151,22 +164,51 @@ class Candidates:
         """The replay of a candidate that is compared with none."""
         return self.outcome(ranked, batches=FINAL_BATCHES, effort=final_effort([self.plan_of(ranked)]))
 
-    def _try(self, ranked: Ranked) -> None:
-        key = (ranked.choice.kind, ranked.choice.num_microbatches, ranked.ends)
-        if key in self.outcomes or len(self.outcomes) >= MOST_REPLAYS:
-            return
-        if len(self.outcomes) >= FEW_REPLAYS and self._work >= MUCH_WORK:
-            return
-        self._work += ranked.choice.pipeline * ranked.choice.num_microbatches
-        found = self.outcome(ranked, batches=1)
-        fastest = self._best() if self.outcomes else found
-        if found.replay is not None:
-            first = fastest.replay.batch_seconds[0] if fastest.replay is not None else found.seconds
-            if found.seconds > _tolerated(found, fastest) * first:
-                found = replace(found, scale=fastest.seconds / first)
-            else:
-                found = self.outcome(ranked, batches=FIRST_ROUND, earlier=found.replay)
-        self.outcomes[key] = found
+    def _outcomes(
+        self, candidates: Sequence[tuple[Ranked, Replay | None]], *, batches: int, effort: str = "least"
+    ) -> list[Outcome]:
+        """The replays of candidates with the memory caps of earlier ones, side by side.
+
+        What they need is learned afterwards, in their order, so the answer does not depend on the threads.
+        """
+
+        def play(candidate: tuple[Ranked, Replay | None]) -> Outcome:
+            return self.outcome(candidate[0], batches=batches, earlier=candidate[1], effort=effort)
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(play, candidates))
+        for outcome in found:
+            if outcome.replay is not None:
+                self.replayer.learn(outcome.replay)
+        return found
+
+    def _try(self, candidates: Iterable[Ranked]) -> None:
+        """Replay those that are new on the first batch, and those near the fastest on `FIRST_ROUND` batches."""
+        fresh: dict[tuple[object, ...], Ranked] = {}
+        replayed = sum(outcome.replay is not None for outcome in self.outcomes.values())
+        may_fail = len(self.outcomes) - replayed < MOST_FAILURES
+        for ranked in candidates:
+            count = replayed + len(fresh)
+            if may_fail and count < MOST_REPLAYS and (count < FEW_REPLAYS or self._work < MUCH_WORK):
+                key = _key(ranked)
+                if key not in self.outcomes and key not in fresh:
+                    self._work += _samples_on_ranks(self.plan_of(ranked))
+                    fresh[key] = ranked
+        found = dict(zip(fresh, self._outcomes([(ranked, None) for ranked in fresh.values()], batches=1), strict=True))
+        runs = [one for one in (*found.values(), *([self._best()] if self.outcomes else [])) if one.replay is not None]
+        if runs:
+            leader = min(runs, key=lambda one: self._weight(one) * _first_seconds(one))
+            near = [
+                key
+                for key, one in found.items()
+                if one.replay is not None and one.seconds <= _tolerated(one, leader) * _first_seconds(leader)
+            ]
+            longer = self._outcomes([(fresh[key], found[key].replay) for key in near], batches=FIRST_ROUND)
+            again = dict(zip(near, longer, strict=True))
+            played_longer = again.get(_key(leader.ranked), leader)
+            scale = played_longer.seconds / _first_seconds(leader) if played_longer.replay is not None else 1.0
+            found = {key: again.get(key, replace(one, scale=scale)) for key, one in found.items()}
+        self.outcomes |= found
 
     def _best(self) -> Outcome:
         return min(self.outcomes.values(), key=self._rank)
@@ -179,29 +221,26 @@ class Candidates:
             ranking: all choices, fastest first by the closed form.
             baseline: is a finalist in any case, so that the answer is never slower.
         """
-        if baseline is not None:
-            self._try(baseline)
-        for ranked in first_candidates(self.instance, solved, ranking):
-            self._try(ranked)
-        if self._best().replay is None:
-            for ranked in ranking:
-                self._try(ranked)
-                if self._best().replay is not None:
-                    break
+        if baseline is not None and _key(baseline) == _key(solved):
+            baseline = solved
+        self._try([solved])
+        self._try([*([] if baseline is None else [baseline]), *first_candidates(self.instance, solved, ranking)])
+        for ranked in ranking:
+            if self._best().replay is not None:
+                break
+            self._try([ranked])
         kinds = {
             outcome.ranked.choice.kind: outcome for outcome in sorted(self.outcomes.values(), key=self._rank)[::-1]
         }
-        for ranked in self._twins(kinds.values()):
-            self._try(ranked)
+        self._try(self._twins(kinds.values()))
         if self._best().replay is None:
             return list(self.outcomes.values())
+        policy = self.replayer.options.policy
         while True:
             best = self._best()
-            for ranked in self._twins([best]):
-                self._try(ranked)
-            for neighbours in (count_neighbours, border_neighbours):
-                for ranked in neighbours(self.instance, best.ranked):
-                    self._try(ranked)
+            self._try(self._twins([best]))
+            counts = count_neighbours(self.instance, best, policy)
+            self._try([*counts, *border_neighbours(self.instance, best.ranked)])
             if self._best() is best:
                 break
         ordered = sorted(self.outcomes.values(), key=self._rank)
@@ -240,11 +279,16 @@ class Candidates:
         plans = [self.plan_of(one.ranked) for one in finalists]
         effort = final_effort(plans)
         for batches, tolerated in final_rounds(plans):
-            played = [self.outcome(one.ranked, batches=batches, earlier=one.replay, effort=effort) for one in racing]
+            played = self._outcomes([(one.ranked, one.replay) for one in racing], batches=batches, effort=effort)
             fastest = min(played, key=self._rank)
             racing = [one for one in played if self._stays(one, fastest, tolerated, one.ranked is baseline)]
             out += [one for one in played if one not in racing]
+            if batches >= ALIKE_AFTER and all(self._rank(one) <= (1 + ALIKE) * self._rank(fastest) for one in racing):
+                out += [one for one in racing if one is not fastest]
+                racing = [fastest]
         racing.sort(key=self._rank)
+        if racing[0].replay is None:  # It does not fit on later batches.
+            return sorted(out, key=self._rank) + racing
         return racing + sorted((_scaled(one, racing[0]) for one in out), key=self._rank)
 
     def _stays(self, outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool) -> bool:
@@ -261,18 +305,32 @@ class Candidates:
         return not on_all and weight * outcome.seconds <= (1 + tolerated) * fastest.seconds
 
 
+def _key(ranked: Ranked) -> tuple[object, ...]:
+    """Candidates with the same one are the same plan."""
+    return (ranked.choice.kind, ranked.choice.num_microbatches, ranked.ends)
+
+
+def _first_seconds(outcome: Outcome) -> float:
+    """Of a replayed candidate on the first batch."""
+    assert outcome.replay is not None
+    return outcome.replay.batch_seconds[0]
+
+
 def final_effort(plans: Sequence[Plan]) -> str:
     """How long the assignments of plans that are compared with each other are searched."""
-    return "fast" if _most_work(plans) <= SEARCHED_LONGER else "least"
+    largest = max(map(_samples_on_ranks, plans))
+    return next((effort for most, effort in EFFORTS if largest <= most), "least")
 
 
 def final_rounds(plans: Sequence[Plan]) -> tuple[tuple[int, float], ...]:
     """Batches and tolerance of each round of finalists."""
-    return FINAL_ROUNDS if _most_work(plans) <= FEWER_BATCHES else FINAL_ROUNDS[:-1]
+    most = max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
+    return FINAL_ROUNDS if most <= FEWER_BATCHES else FINAL_ROUNDS[:-1]
 
 
-def _most_work(plans: Sequence[Plan]) -> int:
-    return max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
+def _samples_on_ranks(plan: Plan) -> int:
+    """Samples of a replica times its pipeline ranks: what one replay costs."""
+    return plan.global_batch_size // plan.degrees.data * plan.degrees.pipeline
 
 
 def _scaled(outcome: Outcome, winner: Outcome) -> Outcome:

@@ -45,6 +45,8 @@ class Replay:
         busy_share: per pipeline rank, share of the iteration spent computing.
         peak_bytes: per pipeline rank, the highest over batches.
         peak_parts: what makes it up.
+        most_microbatches: that a replica was assigned.
+        allowance_bytes: that the caps were made for; None if the plan did not need others than it had.
     """
 
     plan: Plan
@@ -53,6 +55,8 @@ class Replay:
     busy_share: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     peak_parts: tuple[dict[str, int], ...]
+    most_microbatches: int
+    allowance_bytes: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -69,6 +73,7 @@ class _Played:
     busy_share: NDArray[np.float64]
     parts: NDArray[np.float64]
     recomputed: NDArray[np.float64]
+    num_microbatches: int
 
 
 class Replayer:
@@ -78,15 +83,15 @@ class Replayer:
         self.costs, self.demand, self.options = costs, demand, options
         self.limit_bytes = memory_limit(costs, options.memory_bytes)
         self._static: dict[tuple[object, ...], dict[str, float]] = {}
-        #: Degrees, sharding and recompute for which a plan without caps did not fit, and the bytes that caps were last
-        #: made for: others of them get such caps at once.
+        #: Kinds of plans that did not fit without caps, and the bytes that caps were last made for. Once there are any,
+        #: plans of other kinds get caps for all bytes at once, which bind only where they must.
         self._allowances: dict[tuple[object, ...], int] = {}
         self._heaviest: dict[tuple[object, ...], list[SampleTable]] = {}
         self._costs: dict[tuple[object, ...], BatchCosts] = {}
         self._played: dict[tuple[object, ...], _Played] = {}
 
     def replay(self, plan: Plan, *, num_batches: int, num_replicas: int, effort: str = "least") -> Replay:
-        """One plan on the first global batches drawn.
+        """One plan on the first global batches drawn. Threads may replay plans at once.
 
         Args:
             plan: without memory caps, which are added if it needs them, or with those of an earlier replay.
@@ -100,19 +105,20 @@ class Replayer:
         assert 1 <= num_replicas <= _MOST_REPLICAS, (
             f"num_replicas: expected 1 to {_MOST_REPLICAS}, found {num_replicas}"
         )
-        kind = (plan.degrees, plan.num_shares, frozenset((stage.module, stage.recompute) for stage in plan.stages))
+        kind = _memory_kind(plan)
         allowance = self._allowances.get(kind, self.limit_bytes)
-        if kind in self._allowances and plan.patches_in_flight is None and plan.tokens_in_flight is None:
+        if self._allowances and plan.patches_in_flight is None and plan.tokens_in_flight is None:
             try:
                 plan = with_memory_caps(plan, self.costs, self.demand, allowance)
-            except PlanError:  # A sample needs more than what another plan of the kind left; all there is may do.
+            except PlanError:  # A sample needs more than what is left; all there is may do.
                 allowance = self.limit_bytes
-                plan = with_memory_caps(plan, self.costs, self.demand, allowance)
-        result = self._play(plan, num_batches, num_replicas, effort)
+                if kind in self._allowances:
+                    plan = with_memory_caps(plan, self.costs, self.demand, allowance)
+        result, made_for = self._play(plan, num_batches, num_replicas, effort), None
         for _ in range(_CAP_ATTEMPTS):
             if max(result.peak_bytes) <= self.limit_bytes:
-                return result
-            self._allowances[kind] = allowance
+                return replace(result, allowance_bytes=made_for)
+            made_for = allowance
             capped = with_memory_caps(plan, self.costs, self.demand, allowance)
             # Caps bound the activations only; what else the peak held comes out of the allowance the next time.
             result = self._play(capped, num_batches, num_replicas, effort)
@@ -123,7 +129,12 @@ class Replayer:
                 f"memory: rank {worst} needs {format_bytes(result.peak_bytes[worst])}, the device has "
                 f"{format_bytes(self.limit_bytes)}."
             )
-        return result
+        return replace(result, allowance_bytes=made_for)
+
+    def learn(self, replay: Replay) -> None:
+        """Plans of the same kind get caps for as many bytes as this one's at once, others for all bytes."""
+        if replay.allowance_bytes is not None:
+            self._allowances[_memory_kind(replay.plan)] = replay.allowance_bytes
 
     def _play(self, plan: Plan, num_batches: int, num_replicas: int, effort: str) -> Replay:
         """The batches, up to the first one that does not fit in memory."""
@@ -145,6 +156,7 @@ class Replayer:
             busy_share=tuple(float(share) for share in np.mean([one.busy_share for one in slowest], axis=0)),
             peak_bytes=peak,
             peak_parts=parts,
+            most_microbatches=max(one.num_microbatches for one in slowest),
         )
 
     def _heaviest_replicas(self, plan: Plan, batch: int, count: int) -> list[SampleTable]:
@@ -181,6 +193,7 @@ class Replayer:
                 busy_share=timeline.busy_seconds[0] / max(timeline.makespan_seconds, 1e-12),
                 parts=np.stack([parts_at_peak(curve.parts) for curve in timeline.memory[0]]),
                 recomputed=recomputed_bytes(self.costs, plan, costs, assignment)[0],
+                num_microbatches=int(assignment.num_microbatches[0]),
             )
         return self._played[key]
 
@@ -210,6 +223,11 @@ class Replayer:
             peaks.append(sum(parts.values()))
             all_parts.append({name: value for name, value in parts.items() if value})
         return tuple(peaks), tuple(all_parts)
+
+
+def _memory_kind(plan: Plan) -> tuple[object, ...]:
+    """Plans with the same need about as much memory besides activations."""
+    return (plan.degrees, plan.num_shares, frozenset((stage.module, stage.recompute) for stage in plan.stages))
 
 
 def parts_at_peak(parts: NDArray[np.float64]) -> NDArray[np.float64]:

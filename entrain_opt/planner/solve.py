@@ -37,7 +37,7 @@ from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 4
+PLANNER_VERSION = 5
 
 
 def solve_plan(

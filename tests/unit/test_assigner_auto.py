@@ -174,6 +174,50 @@ def test_the_seed_matters_and_the_global_generators_do_not():
     assert answers[0] != answers[2]
 
 
+def with_a_giant(seed=0, num_samples=24, num_items=12):
+    """Small samples of one media item, and one sample whose many items are a third of all encoder work."""
+    small = heavy_tailed(seed, num_samples, text_share=0.0)
+    encoder = np.concatenate([small.encoder_seconds, np.full(num_items, small.encoder_seconds.sum() / 2 / num_items)])
+    return BatchCosts(
+        encoder_seconds=encoder,
+        llm_seconds=np.append(small.llm_seconds, small.llm_seconds.mean()),
+        encoder_patches=np.ceil(100 * encoder).astype(np.int64),
+        llm_tokens=np.append(small.tokens, 100),
+        media_offsets=np.append(small.media_offsets, len(encoder)),
+    )
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_media_of_a_giant_are_spread_before_any_search(trained):
+    costs = with_a_giant()
+    shape = PipelineShape(encoder_stages=3, llm_stages=3, encoder_trained=trained)
+    work = sample_work(costs, shape)
+    found = place_replica(work, num_microbatches=None, policy="auto", settings=SearchSettings(effort="least"))
+    giant = costs.media_sample == costs.num_samples - 1
+    used = np.unique(found.encoder_microbatch[giant])
+    assert len(used) > 4
+    assert used.max() <= found.llm_microbatch[-1]
+    together = replace(found, encoder_microbatch=np.where(giant, found.llm_microbatch[-1], found.encoder_microbatch))
+    evaluator = Evaluator(work, "eager")
+    assert evaluator.seconds(found) < 0.95 * evaluator.seconds(together)
+
+
+def test_media_of_a_giant_stay_together_where_other_microbatches_are_full():
+    # Four microbatches of 90 patches each; no two items fit beside the 90.
+    costs = BatchCosts(
+        encoder_seconds=np.concatenate([np.ones(27), np.full(8, 2.0)]),
+        llm_seconds=np.ones(28),
+        encoder_patches=np.concatenate([np.full(27, 10), np.full(7, 11), [13]]),
+        llm_tokens=np.full(28, 10),
+        media_offsets=np.append(np.arange(28), 35),
+    )
+    shape = PipelineShape(encoder_stages=2, llm_stages=2, patches_in_flight=100)
+    work = sample_work(costs, shape)
+    found = place_replica(work, num_microbatches=4, policy="auto", settings=SearchSettings(effort="least"))
+    assert np.isfinite(Evaluator(work, "eager").seconds(found))
+    assert len(np.unique(found.encoder_microbatch[27:])) == 1
+
+
 @pytest.mark.parametrize("requested", [None, 6])
 @pytest.mark.parametrize("trained", [True, False])
 def test_joint_finds_the_same_groups_in_any_order(requested, trained):

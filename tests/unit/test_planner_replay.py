@@ -12,7 +12,7 @@ from entrain_opt.planner.candidates import BEHIND, FINAL_BATCHES, Candidates
 from entrain_opt.planner.demand import estimate_demand
 from entrain_opt.planner.replay import Replayer, recomputed_bytes
 from entrain_opt.planner.search import Ranked
-from entrain_opt.planner.solve import solve_instance
+from entrain_opt.planner.solve import solve_instance, solve_plan
 from entrain_opt.simulator import simulate
 
 
@@ -103,8 +103,42 @@ def test_plans_of_degrees_that_did_not_fit_without_caps_get_them_at_once(monkeyp
         assert max(found.peak_bytes) <= tight.limit_bytes
         assert found.plan.patches_in_flight is not None
         assert len(found.batch_seconds) == 2
+        tight.learn(found)
     # Without caps, one batch of the first plan showed that it does not fit.
     assert [plan.num_microbatches for plan in played if plan.patches_in_flight is None] == [16]
+
+
+def test_plans_of_other_degrees_get_caps_at_once_only_if_a_sample_fits_them():
+    costs = make_costs(model=make_model(scale=4), devices=4)
+    demand = estimate_demand(make_samples(120), costs, 64)
+    first = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)], num_microbatches=16)
+    roomy = Replayer(costs, demand, PlanOptions(cost_model="analytic")).replay(first, num_batches=1, num_replicas=1)
+    limit = int(0.9 * max(roomy.peak_bytes))
+    tight = Replayer(costs, demand, PlanOptions(cost_model="analytic", memory_bytes=limit))
+    other = make_plan([("vision", 0, 12, 0), ("llm", 0, 3, 1), ("llm", 3, 6, 2)], num_microbatches=16)
+    alone = tight.replay(other, num_batches=1, num_replicas=1)
+    tight.learn(tight.replay(first, num_batches=1, num_replicas=1))
+    found = tight.replay(other, num_batches=1, num_replicas=1)
+    assert found.plan.tokens_in_flight is not None
+    assert max(found.peak_bytes) <= limit
+    assert found.seconds <= 1.05 * alone.seconds
+
+
+@pytest.mark.parametrize("memory_share", [None, 0.8])
+def test_candidates_played_side_by_side_give_the_same_plan(monkeypatch, memory_share):
+    costs = make_costs(model=make_model(scale=4), devices=8)
+    samples = make_samples(200)
+    options = PlanOptions(cost_model="analytic")
+    if memory_share is not None:
+        free = solve_plan(costs.model, samples, costs.cluster, global_batch_size=64, options=options, costs=costs)
+        options = replace(options, memory_bytes=int(memory_share * max(free.predicted.peak_bytes)))
+    plans = []
+    for threads in (1, 2, 4):
+        monkeypatch.setattr("entrain_opt.planner.candidates.THREADS", threads)
+        plans.append(
+            solve_plan(costs.model, samples, costs.cluster, global_batch_size=64, options=options, costs=costs)
+        )
+    assert plans[0] == plans[1] == plans[2]
 
 
 def test_candidates_far_behind_are_played_less_and_the_chosen_one_most():
