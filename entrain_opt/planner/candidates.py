@@ -42,6 +42,9 @@ ALIKE_AFTER, ALIKE = 2, 0.005
 #: How long the finalists' assignments are searched, by the samples of a replica times its ranks, of the largest. What
 #: the least effort misses differs from plan to plan by more than plans do; deep pipelines would take seconds for more.
 EFFORTS: tuple[tuple[int, str], ...] = ((1024, "fast"), (8192, "brief"))
+#: A baseline that is slower than the winner by at most this share runs against it again, on so many replicas of each
+#: batch: the heaviest need not be the slowest.
+DUEL, DUEL_REPLICAS = 0.04, 2
 #: Above so many microbatches on all ranks, each replay takes long, and finalists are not replayed in the last round.
 FEWER_BATCHES = 1024
 #: Heaviest replicas of each batch that are replayed.
@@ -151,11 +154,19 @@ class Candidates:
             data_parallel=choice.data_parallel,
         )
 
-    def outcome(self, ranked: Ranked, *, batches: int, earlier: Replay | None = None, effort: str = "least") -> Outcome:
+    def outcome(
+        self,
+        ranked: Ranked,
+        *,
+        batches: int,
+        earlier: Replay | None = None,
+        effort: str = "least",
+        replicas: int = REPLICAS,
+    ) -> Outcome:
         """The replay of a candidate, with the memory caps of an earlier one; failures are kept as outcomes."""
         plan = self.plan_of(ranked) if earlier is None else earlier.plan
         try:
-            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=REPLICAS, effort=effort)
+            replay = self.replayer.replay(plan, num_batches=batches, num_replicas=replicas, effort=effort)
         except PlanError as error:
             return Outcome(ranked=ranked, failure=str(error))
         return Outcome(ranked=ranked, replay=replay)
@@ -165,7 +176,12 @@ class Candidates:
         return self.outcome(ranked, batches=FINAL_BATCHES, effort=final_effort([self.plan_of(ranked)]))
 
     def _outcomes(
-        self, candidates: Sequence[tuple[Ranked, Replay | None]], *, batches: int, effort: str = "least"
+        self,
+        candidates: Sequence[tuple[Ranked, Replay | None]],
+        *,
+        batches: int,
+        effort: str = "least",
+        replicas: int = REPLICAS,
     ) -> list[Outcome]:
         """The replays of candidates with the memory caps of earlier ones, side by side.
 
@@ -173,7 +189,8 @@ class Candidates:
         """
 
         def play(candidate: tuple[Ranked, Replay | None]) -> Outcome:
-            return self.outcome(candidate[0], batches=batches, earlier=candidate[1], effort=effort)
+            ranked, earlier = candidate
+            return self.outcome(ranked, batches=batches, earlier=earlier, effort=effort, replicas=replicas)
 
         with ThreadPoolExecutor(THREADS) as pool:
             found = list(pool.map(play, candidates))
@@ -289,7 +306,29 @@ class Candidates:
         racing.sort(key=self._rank)
         if racing[0].replay is None:  # It does not fit on later batches.
             return sorted(out, key=self._rank) + racing
-        return racing + sorted((_scaled(one, racing[0]) for one in out), key=self._rank)
+        judged = racing + sorted((_scaled(one, racing[0]) for one in out), key=self._rank)
+        rival = next((one for one in judged[1:] if one.ranked is baseline), None)
+        if rival is None or self._rank(rival) > (1 + DUEL) * self._rank(judged[0]):
+            return judged
+        return self._duel(judged, rival, effort)
+
+    def _duel(self, judged: list[Outcome], rival: Outcome, effort: str) -> list[Outcome]:
+        """The winner and the baseline, which is close, on more replicas of the same batches.
+
+        The baseline wins a tie.
+        """
+        winner = judged[0]
+        assert winner.replay is not None
+        batches = len(winner.replay.batch_seconds)
+        pair = [(one.ranked, one.replay) for one in (winner, rival)]
+        first, second = self._outcomes(pair, batches=batches, effort=effort, replicas=DUEL_REPLICAS)
+        if first.replay is None or second.replay is None:
+            return judged
+        wins = (1 + ALIKE) * self._rank(first) < self._rank(second)
+        ordered = (first, second) if wins else (second, first)
+        scale = ordered[0].seconds / winner.seconds
+        others = [replace(one, scale=one.scale * scale) for one in judged if one is not winner and one is not rival]
+        return [ordered[0], *sorted((ordered[1], *others), key=self._rank)]
 
     def _stays(self, outcome: Outcome, fastest: Outcome, tolerated: float, is_baseline: bool) -> bool:
         """Whether a finalist stays in the race after a round."""

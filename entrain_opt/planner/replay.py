@@ -122,7 +122,7 @@ class Replayer:
             capped = with_memory_caps(plan, self.costs, self.demand, allowance)
             # Caps bound the activations only; what else the peak held comes out of the allowance the next time.
             result = self._play(capped, num_batches, num_replicas, effort)
-            allowance -= max(max(result.peak_bytes) - self.limit_bytes, 0) + self.limit_bytes // 50
+            allowance -= max(max(result.peak_bytes) - self.limit_bytes, 0) + self.limit_bytes // 30
         worst = int(np.argmax(result.peak_bytes))
         if result.peak_bytes[worst] > self.limit_bytes:
             raise PlanError(
