@@ -15,6 +15,10 @@ side, every action of the schedule takes those that it had, the actions are play
 dependencies, and what a rank's processor did besides is added (*unloaded*: the wall clock of a machine that does
 nothing else, as far as processor seconds are the same there). Replicas without a pipeline are as slow as the rank that
 needs the most. There is no such number for a peer's pipeline, whose waits only the wall clock shows.
+
+A shared machine also changes its speed from one minute to the next, between measuring costs and running. In (a) *speed*
+is what all actions took in the run over what they were predicted to take; the simulation at that speed says whether the
+wall clock follows the simulator apart from it.
 """
 
 from __future__ import annotations
@@ -93,10 +97,12 @@ def unloaded(plan, costs, assignment, timed):
     return max(ends), computed / (len(timed.action_seconds) * max(ends))
 
 
-def print_sides(results, *, baseline, simulated=None):
-    """A line per side: `results[side]` has one `Timed` per round, `simulated[side]` one number per round."""
+def print_sides(results, *, baseline, simulated=None, speeds=None):
+    """A line per side: `results[side]` has one `Timed` per round, `simulated[side]` and `speeds[side]` one number per
+    round."""
     head = f"{'wall clock':<24} {'s, median':>9} {'gain over ' + baseline:>24} {'share of ideal':>14}"
-    print(head + (f" {'simulated':>9} {'wall / simulated':>24}" if simulated else ""))
+    head += f" {'simulated':>9} {'wall / simulated':>24}" if simulated else ""
+    print(head + (f" {'speed':>24} {'wall / simulated at speed':>25}" if speeds else ""))
     for side, rounds in results.items():
         ratios = [b.wall_seconds / r.wall_seconds for b, r in zip(results[baseline], rounds, strict=True)]
         line = f"{side:<24} {statistics.median(r.wall_seconds for r in rounds):>9.3f} {spread(ratios):>24} "
@@ -104,6 +110,9 @@ def print_sides(results, *, baseline, simulated=None):
         if simulated:
             over = [r.wall_seconds / s for r, s in zip(rounds, simulated[side], strict=True)]
             line += f" {statistics.median(simulated[side]):>9.3f} {spread(over):>24}"
+            if speeds:
+                line += f" {spread(speeds[side]):>24} "
+                line += f"{spread([ratio / speed for ratio, speed in zip(over, speeds[side], strict=True)]):>25}"
         print(line, flush=True)
 
 
@@ -141,7 +150,7 @@ def compute(arguments):
     from entrain_opt.runtime.measure import measure_costs
 
     recipe, setting = quickstart(arguments)
-    before, plan, results, simulated, alone = load(), None, {}, {}, {}
+    before, plan, results, simulated, speeds, alone = load(), None, {}, {}, {}, {}
     ranks = None
     try:
         for rows in within_budget(setting.rounds(arguments.rounds, arguments.seed), arguments):
@@ -167,8 +176,10 @@ def compute(arguments):
                 batch = setting.samples.take(np.array(rows))
                 assignment = assignment_of(plan, first_costs.batch_costs(batch, plan), policy)
                 now = costs.batch_costs(batch, plan)
-                seconds = simulated_seconds(plan, now, assignment, with_step=False)
-                simulated.setdefault(policy, []).append(seconds)
+                timeline = simulate(now, assignment, plan.pipeline_shape, schedule=plan.schedule)
+                simulated.setdefault(policy, []).append(float(timeline.pipeline_seconds))
+                computed = sum(sum(rank.values()) for rank in timed.action_seconds)
+                speeds.setdefault(policy, []).append(computed / float(timeline.busy_seconds.sum()))
                 alone.setdefault(policy, []).append(unloaded(plan, now, assignment, timed))
     finally:
         if ranks is not None:
@@ -178,7 +189,7 @@ def compute(arguments):
         f"{setting.batch_size} samples in {plan.num_microbatches} microbatches, {len(results['auto'])} rounds; "
         f"load {before} to {load()}"
     )
-    print_sides(results, baseline="in_order", simulated=simulated)
+    print_sides(results, baseline="in_order", simulated=simulated, speeds=speeds)
     print_processor(results, alone, baseline="in_order", simulated=simulated)
     losses = {policy: rounds[0].loss for policy, rounds in results.items()}
     print(f"loss of the first batch: {losses}")
