@@ -10,7 +10,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import resolve as sizes
 from entrain_opt.planner.resolve import Resolution, busy_processes, resolve
-from entrain_opt.runtime.executable import check_executable
+from entrain_opt.runtime.executable import check_executable, executable_options
 from entrain_opt.spec.model import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,6 +46,12 @@ def resolve_run(
             f"trainer.strategy.device: expected a device of the catalogue or a cluster file for this run on "
             f"{strategy.root_device.type}, found none. Name it, for example device: A100-80GB."
         )
+
+    if strategy.emulate is None:  # A rehearsal may have choices that only waiting can execute.
+        options = executable_options(
+            options, module.model_folder, lora=module.lora, make_optimizer=module.make_optimizer
+        )
+        strategy.plan_options = options
 
     def accept(plan: Plan) -> None:
         check_executable(module.model_folder, plan, module.lora)

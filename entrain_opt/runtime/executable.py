@@ -5,12 +5,70 @@ Promise: a plan that passes is trained exactly; one that does not is named with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from entrain_opt.errors import RuntimeConfigError
-from entrain_opt.plan import Plan
+from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
+from entrain_opt.planner.options import SEARCH, PlanOptions
 from entrain_opt.runtime.lora import Lora
 from entrain_opt.runtime.tensor_layers import check_tensor
+from entrain_opt.runtime.trained import updates_each_value
+from entrain_opt.spec.model import ModelSpec
+
+
+def executable_options(
+    options: PlanOptions,
+    folder: str | Path,
+    *,
+    lora: Lora | None = None,
+    make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+) -> PlanOptions:
+    """The same options without the choices that the runtime would refuse for a model and its optimizer.
+
+    Only what the planner may choose among is left out. What is asked for by itself stays, and is refused by name: by
+    `check_executable`, or where the optimizer is made.
+
+    Args:
+        options: of the planner.
+        folder: of the model.
+        lora: adapters that train.
+        make_optimizer: of the run; asked for one optimizer of a made-up parameter.
+    """
+    context, tensor = options.context_degrees, options.tensor_degrees
+    if 1 in context:
+        context = (1,)
+    elementwise = True
+    if make_optimizer is not None and (len(tensor) > 1 or options.data_parallel == SEARCH):
+        elementwise = updates_each_value(make_optimizer([nn.Parameter(torch.zeros(1, 1))]))
+    if 1 in tensor:
+        tensor = tuple(degree for degree in tensor if degree == 1 or (elementwise and _divides(folder, degree, lora)))
+    shares = options.data_parallel
+    if shares == SEARCH and not elementwise:
+        shares = "all_reduce"
+    return replace(options, context_degrees=context, tensor_degrees=tensor, data_parallel=shares)
+
+
+def _divides(folder: str | Path, degree: int, lora: Lora | None) -> bool:
+    """Whether the layers of all modules can be divided over so many devices."""
+    modules = ModelSpec.from_pretrained(folder).modules
+    plan = Plan(
+        model=str(folder),
+        degrees=ParallelDegrees(tensor=degree),
+        stages=tuple(StagePlan(module=module.name, layers=(0, module.num_layers), rank=0) for module in modules),
+        global_batch_size=1,
+        num_microbatches=1,
+    )
+    try:
+        check_tensor(folder, plan, lora)
+    except RuntimeConfigError:
+        return False
+    return True
 
 
 def check_executable(folder: str | Path, plan: Plan, lora: Lora | None = None) -> None:

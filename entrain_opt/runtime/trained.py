@@ -82,6 +82,11 @@ def trains(place: Place, frozen: Sequence[str], frozen_layers: Mapping[str, int]
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
 
 
+def updates_each_value(optimizer: Optimizer) -> bool:
+    """Whether it is known to update each value by itself."""
+    return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
+
+
 def check_divisible(optimizer: Optimizer, plan: Plan) -> None:
     """Raise RuntimeConfigError for an optimizer that may look at a whole matrix, where it gets parts of one."""
     why = "the plan has tensor degrees above 1", "plan with tensor_degrees: [1]"
@@ -89,8 +94,7 @@ def check_divisible(optimizer: Optimizer, plan: Plan) -> None:
         if not plan.shards_state:
             return
         why = "the plan shards its state over the replicas", "plan with data_parallel: all_reduce"
-    known = tuple(getattr(torch.optim, name) for name in ELEMENTWISE)
-    if not isinstance(optimizer, known):
+    if not updates_each_value(optimizer):
         raise RuntimeConfigError(
             f"model.optimizer: expected one that updates each value by itself, of {list(ELEMENTWISE)} in torch.optim "
             f"or derived from them, because {why[0]}; found {type(optimizer).__name__}. Choose "
