@@ -44,7 +44,7 @@ START_TEMPERATURE = 0.003
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
 FEW, FEW_SHARE = 0.4, 0.65
 #: Budgets below so many evaluations have no room for the slower starts, and for all counts.
-_SMALL_BUDGET, _SMALLEST_BUDGET = 100, 50
+_SMALL_BUDGET, _SMALLEST_BUDGET = 100, 30
 
 
 def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchSettings) -> Placement:
