@@ -30,7 +30,7 @@ from test_families import expected_of as expected_of_family
 from test_families import plan_of, write_family
 from test_lora import LORA
 from test_precision import distance
-from test_training import BATCHES, Run
+from test_training import BATCHES, STEPS, Run
 
 from entrain_opt.errors import TrainingError
 from entrain_opt.runtime import checkpoint
@@ -42,7 +42,6 @@ ONE = [("vision", (0, 4), 0), ("llm", (0, 3), 0)]
 TWO = [("vision", (0, 4), 0), ("llm", (0, 3), 1)]
 CUT = [("vision", (0, 4), 0), ("llm", (0, 1), 0), ("llm", (1, 3), 1)]
 HAS_PEFT = importlib.util.find_spec("peft") is not None
-STEPS = [*BATCHES, BATCHES[0], BATCHES[2]]
 #: Below the norms of all steps, so that clipping changes each.
 MAX_NORM = 0.05
 AUDIO, DROPPING, SHORT = "qwen2_audio", "dropping", ("bf16-mixed", "bf16-true")
