@@ -1,16 +1,17 @@
 """How long planning takes, whether it finds the optimum, and what its plan is worth against the paper's rule.
 
     python benchmarks/planner.py speed                    # 8, 64, 512 and 4,096 devices, 5,000 samples
+    python benchmarks/planner.py speed --traces DIR --devices 64     # 5,000 samples of every trace and model
     python benchmarks/planner.py traces --traces DIR      # every trace, 16 and 64 A40s, against `proportional`
 
-`speed`: for each number of devices the wall seconds from samples to plan (and those of the solver),
-what was searched, and whether the solvers' optimum is that of enumeration: every choice with its best partition,
-none dropped. `--wide` adds tensor degrees and recompute. `import entrain_opt` is timed in processes of its own.
+`speed`: for each number of devices the wall seconds from samples to plan (and those of the solver), what was searched,
+and whether the solvers' optimum is that of enumeration: every choice with its best partition, none dropped. `--wide`
+adds tensor degrees and recompute. `import entrain_opt` is timed in processes of its own.
 
 `traces`: our plan and the paper's (Algorithm 2, microbatches of four samples), both replayed by the same assigner and
 simulator, with more effort and more replicas than planning takes; once on the global batches that the planner saw, and
-once on fresh ones. Costs are analytic, from data
-sheets; nothing is executed. Audio and video are sized as in `assigner_data.py` and go through the model's one tower.
+once on fresh ones. Costs are analytic, from data sheets; nothing is executed. Audio and video are sized as in
+`assigner_data.py` and go through the model's one tower.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from entrain_opt.workload.media import media_rule
 #: Batches that both plans are replayed on, replicas of each, and the effort of their assignments.
 BATCHES, REPLICAS, EFFORT = 8, 2, "fast"
 FRESH_SEED = 12345
+#: Of which planning is timed.
+SAMPLES = 5000
 
 
 def main() -> None:
@@ -89,44 +92,52 @@ def tables(folder: Path | None, model_folder: str) -> dict[str, SampleTable]:
 
 
 def speed(arguments: argparse.Namespace) -> None:
-    folder = arguments.models[-1]
-    name, samples = list(tables(arguments.traces, folder).items())[-1]
-    samples = samples.take(np.random.default_rng(0).permutation(len(samples))[:5000])
-    model, options = ModelSpec.from_pretrained(folder), plan_options(arguments)
-    print(f"\n{name}, {len(samples):,} samples, {folder}, {arguments.device}\n")
+    options = plan_options(arguments)
+    folders = arguments.models if arguments.traces else arguments.models[-1:]
     row(
-        "devices",
-        "global batch",
-        "planning s",
-        "solver s",
-        "choices",
-        "dropped by bound",
-        "plan",
+        "data", "model", "devices", "global batch", "planning s", "solver s", "choices", "dropped by bound", "plan",
         "optimum is enumeration's",
-    )
-    row(*["---"] * 8)
-    warm = make_cluster(arguments, 8)
-    solve_plan(model, samples, warm, global_batch_size=64, options=options)  # Compiled code is loaded once.
-    for devices in arguments.devices or (8, 64, 512, 4096):
-        cluster, batch = make_cluster(arguments, devices), arguments.samples_per_device * devices
-        costs = CostModel(model, cluster, precision=options.precision)
-        start = time.perf_counter()
-        plan = solve_plan(model, samples, cluster, global_batch_size=batch, options=options)
-        planning = time.perf_counter() - start
-        demand = estimate_demand(samples, costs, batch)
-        start = time.perf_counter()
-        instance, solution, _ = solve_instance(costs, demand, options)
-        solver = time.perf_counter() - start
-        whole, _ = build_shortlist(costs, demand, options, everything=True, one_in_flight=instance.one_in_flight)
-        best = rank_choices(whole)[0]
-        highs = solve_ilp(instance, time_limit_seconds=60) if devices <= 64 and not arguments.wide else None
-        equal = solution.ticks == best.ticks and (highs is None or highs.ticks == best.ticks)
-        row(
-            f"{devices:,}", f"{batch:,}", f"{planning:.2f}", f"{solver:.2f}", f"{len(whole.choices):,}",
-            f"{instance.num_dropped:,}", describe(plan), "yes" if equal else f"NO ({solution.ticks} and {best.ticks})",
-        )  # fmt: skip
+    )  # fmt: skip
+    row(*["---"] * 10)
+    took: dict[int, list[float]] = {}
+    for folder in folders:
+        model = ModelSpec.from_pretrained(folder)
+        for name, table in tables(arguments.traces, folder).items():
+            samples = table.take(np.random.default_rng(0).permutation(len(table))[:SAMPLES])
+            if not took:  # Compiled code is loaded once.
+                solve_plan(model, samples, make_cluster(arguments, 8), global_batch_size=64, options=options)
+            for devices in arguments.devices or (8, 64, 512, 4096):
+                planning, cells = timed_plan(model, samples, devices, options, arguments)
+                took.setdefault(devices, []).append(planning)
+                row(name, folder[-2:], f"{devices:,}", *cells)
+    for devices, seconds in took.items() if arguments.traces else ():
+        middle = statistics.median(seconds)
+        print(f"\n{devices:,} devices: {min(seconds):.2f} to {max(seconds):.2f} s, median {middle:.2f}")
     seconds = [import_seconds() for _ in range(7)]
     print(f"\nimport entrain_opt: median {statistics.median(seconds):.3f} s of {len(seconds)} processes")
+
+
+def timed_plan(
+    model: ModelSpec, samples: SampleTable, devices: int, options: PlanOptions, arguments: argparse.Namespace
+) -> tuple[float, list[object]]:
+    """Seconds of planning, and what a line says of it."""
+    cluster, batch = make_cluster(arguments, devices), arguments.samples_per_device * devices
+    costs = CostModel(model, cluster, precision=options.precision)
+    start = time.perf_counter()
+    plan = solve_plan(model, samples, cluster, global_batch_size=batch, options=options)
+    planning = time.perf_counter() - start
+    demand = estimate_demand(samples, costs, batch)
+    start = time.perf_counter()
+    instance, solution, _ = solve_instance(costs, demand, options)
+    solver = time.perf_counter() - start
+    whole, _ = build_shortlist(costs, demand, options, everything=True, one_in_flight=instance.one_in_flight)
+    best = rank_choices(whole)[0]
+    highs = solve_ilp(instance, time_limit_seconds=60) if devices <= 64 and not arguments.wide else None
+    equal = solution.ticks == best.ticks and (highs is None or highs.ticks == best.ticks)
+    return planning, [
+        f"{batch:,}", f"{planning:.2f}", f"{solver:.2f}", f"{len(whole.choices):,}", f"{instance.num_dropped:,}",
+        describe(plan), "yes" if equal else f"NO ({solution.ticks} and {best.ticks})",
+    ]  # fmt: skip
 
 
 def import_seconds() -> float:

@@ -73,7 +73,7 @@ class DriftWarning(Callback):
         if not self._strategy.is_global_zero:
             return
         found = self._strategy.resolution
-        self._watch = DriftWatch(found.plan, found.samples, found.costs, self._strategy.options)
+        self._watch = DriftWatch(found.plan, found.samples, found.costs, found.options)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: RankBatch, batch_idx: int

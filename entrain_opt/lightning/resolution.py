@@ -51,7 +51,6 @@ def resolve_run(
         options = executable_options(
             options, module.model_folder, lora=module.lora, make_optimizer=module.make_optimizer
         )
-        strategy.plan_options = options
 
     def accept(plan: Plan) -> None:
         check_executable(module.model_folder, plan, module.lora)
@@ -83,10 +82,13 @@ def resolution_of(
     samples = sizes.load_samples(
         data.dataset, module.model_folder, bad_samples=data.bad_samples, cache_dir=strategy.cache_dir
     )
-    cluster = strategy.options.cluster(*strategy.planned_nodes)
+    options = strategy.options
+    cluster = options.cluster(*strategy.planned_nodes)
     model = ModelSpec.from_pretrained(module.model_folder, frozen=module.frozen)
-    costs = CostModel(model, cluster, measured=measured, precision=strategy.options.precision)
-    return Resolution(plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs)
+    costs = CostModel(model, cluster, measured=measured, precision=options.precision)
+    return Resolution(
+        plan=plan, source="rank 0", samples=samples, model=model, cluster=cluster, costs=costs, options=options
+    )
 
 
 def _measurement(strategy: EntrainStrategy, module: Any) -> Callable[[], MeasuredCosts]:

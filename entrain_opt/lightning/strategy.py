@@ -136,7 +136,7 @@ class EntrainStrategy(DDPStrategy):
         }
         self._device = device or "cpu"
         self.plan_options: PlanOptions | None = None
-        """Instead of those that the arguments say: read from a recipe, or without what the run cannot execute."""
+        """Instead of those that the arguments say; for callers who have read a recipe already."""
         self._resolution: Resolution | None = None
         self.rehearsal: Rehearsal | None = None
         self._groups: PipelineGroups | None = None

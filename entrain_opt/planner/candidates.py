@@ -1,12 +1,13 @@
 """Which configurations are worth replaying, and the search among them by simulated time.
 
 The closed form of `estimates.py` ranks choices well but not to the percent: it knows no schedule and no assigner. So
-the solver's answer, the best of other degrees, and other borders between encoder and language model are replayed on two
-global batches, or one where that shows that they are far behind; from the fastest a descent goes to neighbouring
-microbatch counts and borders; the fastest few are replayed on more and more batches, as long as they are not behind,
-and the fastest of those wins. All see the same batches, so differences show long before means do. Where memory keeps
-microbatches of a plan out, the same plan is replayed with the optimizer's state shared out over the replicas.
-Deterministic; ties go to the earlier candidate. Price: 20 to 60 replays of one replica.
+the solver's answer and the best of other degrees are replayed on two global batches, or one where that shows that they
+are far behind; from the fastest a descent goes to neighbouring microbatch counts and borders between encoder and
+language model (`neighbours.py`); the fastest few are replayed on more and more batches, as long as they are not behind,
+and the fastest of those wins. The paper's plan, if it is close, then runs against the winner on more replicas. All see
+the same batches, so differences show long before means do. Where memory keeps microbatches of a plan out, the same plan
+is replayed with the optimizer's state shared out over the replicas. Deterministic, whatever the threads do; ties go to
+the earlier candidate. Price: 20 to 60 replays of one replica.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SLOWER_ON_ALL, BASELINE_SLOWER = 4, 0.01
 ALIKE_AFTER, ALIKE = 2, 0.005
 #: How long the finalists' assignments are searched, by the samples of a replica times its ranks, of the largest. What
 #: the least effort misses differs from plan to plan by more than plans do; deep pipelines would take seconds for more.
-EFFORTS: tuple[tuple[int, str], ...] = ((1024, "fast"), (8192, "brief"))
+FINAL_EFFORTS: tuple[tuple[int, str], ...] = ((1024, "fast"), (2048, "brief"))
 #: A baseline that is slower than the winner by at most this share runs against it again, on so many replicas of each
 #: batch: the heaviest need not be the slowest.
 DUEL, DUEL_REPLICAS = 0.04, 2
@@ -266,7 +267,7 @@ class Candidates:
         batches = len(winner.replay.batch_seconds)
         pair = [(one.ranked, one.replay) for one in (winner, rival)]
         first, second = self._outcomes(pair, batches=batches, effort=effort, replicas=DUEL_REPLICAS)
-        if first.replay is None or second.replay is None:
+        if first.replay is None and second.replay is None:
             return judged
         wins = (1 + ALIKE) * self._rank(first) < self._rank(second)
         ordered = (first, second) if wins else (second, first)
@@ -302,7 +303,7 @@ def _first_seconds(outcome: Outcome) -> float:
 def final_effort(plans: Sequence[Plan]) -> str:
     """How long the assignments of plans that are compared with each other are searched."""
     largest = max(map(_samples_on_ranks, plans))
-    return next((effort for most, effort in EFFORTS if largest <= most), "least")
+    return next((effort for most, effort in FINAL_EFFORTS if largest <= most), "least")
 
 
 def final_rounds(plans: Sequence[Plan]) -> tuple[tuple[int, float], ...]:

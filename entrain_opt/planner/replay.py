@@ -117,7 +117,7 @@ class Replayer:
         result, made_for = self._play(plan, num_batches, num_replicas, effort), None
         for _ in range(_CAP_ATTEMPTS):
             if max(result.peak_bytes) <= self.limit_bytes:
-                return replace(result, allowance_bytes=made_for)
+                break
             made_for = allowance
             capped = with_memory_caps(plan, self.costs, self.demand, allowance)
             # Caps bound the activations only; what else the peak held comes out of the allowance the next time.

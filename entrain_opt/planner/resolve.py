@@ -37,6 +37,7 @@ class Resolution:
         model: its spec.
         cluster: the devices.
         costs: the cost model; every rank must use the same one.
+        options: what the planner could choose among.
     """
 
     plan: Plan
@@ -45,6 +46,7 @@ class Resolution:
     model: ModelSpec
     cluster: ClusterSpec
     costs: CostModel
+    options: PlanOptions
 
 
 def resolve(
@@ -108,7 +110,9 @@ def resolve(
         found, source = _solved(model, samples, cluster, global_batch_size, options, costs, Path(cache_dir))
         if accept is not None:
             accept(found)
-    return Resolution(plan=found, source=source, samples=samples, model=model, cluster=cluster, costs=costs)
+    return Resolution(
+        plan=found, source=source, samples=samples, model=model, cluster=cluster, costs=costs, options=options
+    )
 
 
 def load_samples(

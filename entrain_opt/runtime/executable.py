@@ -26,8 +26,8 @@ def executable_options(
     options: PlanOptions,
     folder: str | Path,
     *,
+    make_optimizer: Callable[[list[dict[str, list[nn.Parameter]]]], Optimizer],
     lora: Lora | None = None,
-    make_optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
 ) -> PlanOptions:
     """The same options without the choices that the runtime would refuse for a model and its optimizer.
 
@@ -37,19 +37,16 @@ def executable_options(
     Args:
         options: of the planner.
         folder: of the model.
+        make_optimizer: of the run, from parameter groups; asked for one of a made-up parameter.
         lora: adapters that train.
-        make_optimizer: of the run; asked for one optimizer of a made-up parameter.
     """
-    context, tensor = options.context_degrees, options.tensor_degrees
+    context, tensor, shares = options.context_degrees, options.tensor_degrees, options.data_parallel
+    divisible = updates_each_value(make_optimizer([{"params": [nn.Parameter(torch.zeros(1, 1))]}]))
     if 1 in context:
         context = (1,)
-    elementwise = True
-    if make_optimizer is not None and (len(tensor) > 1 or options.data_parallel == SEARCH):
-        elementwise = updates_each_value(make_optimizer([nn.Parameter(torch.zeros(1, 1))]))
     if 1 in tensor:
-        tensor = tuple(degree for degree in tensor if degree == 1 or (elementwise and _divides(folder, degree, lora)))
-    shares = options.data_parallel
-    if shares == SEARCH and not elementwise:
+        tensor = tuple(degree for degree in tensor if degree == 1 or (divisible and _divides(folder, degree, lora)))
+    if shares == SEARCH and not divisible:
         shares = "all_reduce"
     return replace(options, context_degrees=context, tensor_degrees=tensor, data_parallel=shares)
 

@@ -25,8 +25,6 @@ from entrain_opt.simulator.run import ReplicaRun, forward_edges
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_TICK_BITS = 50
-
 PARTS = ("activations", "messages", "logits")
 
 
@@ -123,9 +121,7 @@ def _curves(
     sizes = np.concatenate([size[mine] for (_, _, _, size, _), mine in zip(pieces, there, strict=True)])
     kinds = np.repeat([kind for *_, kind in pieces], [len(since) for since in sinces])
     rank, times = np.concatenate(ranks + ranks), np.concatenate(untils + sinces)
-    # By rank, then time, in one sort of whole numbers: seconds as parts of the last one, finer than their rounding.
-    ticks = times * (2.0**_TICK_BITS / max(times.max(initial=0.0), 1e-300))
-    order = np.argsort((rank << (_TICK_BITS + 1)) + ticks.astype(np.int64), kind="stable")
+    order = np.lexsort((times, rank))
     parts = np.zeros((len(order), len(PARTS)))
     parts[np.arange(len(order)), np.concatenate([kinds, kinds])[order]] = np.concatenate([-sizes, sizes])[order]
     ends = np.cumsum(np.bincount(rank, minlength=len(weight_bytes))).tolist()

@@ -7,10 +7,11 @@ import pytest
 from planner_cases import make_costs, make_model, make_plan, make_samples
 
 from entrain_opt.assigner import assign_microbatches
+from entrain_opt.errors import PlanError
 from entrain_opt.planner import PlanOptions
 from entrain_opt.planner.candidates import BEHIND, FINAL_BATCHES, Candidates
 from entrain_opt.planner.demand import estimate_demand
-from entrain_opt.planner.replay import Replayer, recomputed_bytes
+from entrain_opt.planner.replay import Replay, Replayer, recomputed_bytes
 from entrain_opt.planner.search import Ranked
 from entrain_opt.planner.solve import solve_instance, solve_plan
 from entrain_opt.simulator import simulate
@@ -139,6 +140,50 @@ def test_candidates_played_side_by_side_give_the_same_plan(monkeypatch, memory_s
             solve_plan(costs.model, samples, costs.cluster, global_batch_size=64, options=options, costs=costs)
         )
     assert plans[0] == plans[1] == plans[2]
+
+
+class ScriptedReplayer(Replayer):
+    """Says what it is told: the seconds of the baseline and of all others, by the number of replicas.
+
+    No seconds stand for a plan that does not fit in memory.
+    """
+
+    def script(self, baseline, seconds):
+        self.baseline, self.seconds = baseline, seconds
+
+    def replay(self, plan, *, num_batches, num_replicas, effort="least"):
+        seconds = self.seconds[num_replicas][plan != self.baseline]
+        if seconds is None:
+            raise PlanError("memory: scripted.")
+        nothing = (0,) * plan.degrees.pipeline
+        return Replay(
+            plan=plan, batch_seconds=(seconds,) * num_batches, bubble_share=0.0, busy_share=nothing, peak_bytes=nothing,
+            peak_parts=({},) * plan.degrees.pipeline, most_microbatches=plan.num_microbatches,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one_replica", "two_replicas", "wins"),
+    [
+        ((1.01, 1.0), (1.01, 1.02), True),  # The heaviest replica was not the slowest.
+        ((1.003, 1.0), (1.003, 1.0), True),  # A tie.
+        ((1.02, 1.0), (1.02, 1.0), False),
+        ((1.02, 1.0), (1.02, None), True),
+        ((1.02, 1.0), (None, 1.0), False),
+        ((1.2, 1.0), (1.2, 1.3), False),  # So far behind that nobody looks again.
+    ],
+)
+def test_a_close_baseline_runs_against_the_winner_on_more_replicas(one_replica, two_replicas, wins):
+    costs, options = make_costs(devices=8), PlanOptions(cost_model="analytic", data_parallel="all_reduce")
+    demand = estimate_demand(make_samples(120), costs, 32)
+    instance, _, ranking = solve_instance(costs, demand, options)
+    baseline = next(one for one in ranking[1:] if one.choice.kind != ranking[0].choice.kind)
+    replayer = ScriptedReplayer(costs, demand, options)
+    candidates = Candidates(instance, replayer, make_plan([("llm", 0, 6, 0)]))
+    replayer.script(candidates.plan_of(baseline), {1: one_replica, 2: two_replicas})
+    best = candidates.search(ranking[0], ranking, baseline)[0]
+    assert (best.ranked is baseline) == wins
+    assert best.replay is not None
 
 
 def test_candidates_far_behind_are_played_less_and_the_chosen_one_most():

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_schedule_cases import cases, random_case, uniform
 
+from entrain_opt.assigner import assign_microbatches
 from entrain_opt.assignment import Assignment, BatchCosts, StageCosts
 from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
@@ -177,6 +178,17 @@ def test_replica_without_samples_still_reduces():
     events = timeline.events
     assert sorted(events.replica[events.kind == REDUCE].tolist()) == [0, 0, 1, 1]
     assert timeline.bubble_share_of_rank[1].tolist() == [1.0, 1.0]
+
+
+def test_memory_of_work_that_takes_no_time():
+    shape = PipelineShape(encoder_stages=1, llm_stages=1)
+    costs = BatchCosts(encoder_seconds=np.zeros(4), llm_seconds=np.zeros(4), llm_tokens=np.full(4, 10))
+    costs = stage_costs(costs, shape, activation_bytes=(3.0, 5.0))
+    timeline = simulate(costs, assign_microbatches(costs, shape, num_microbatches=2), shape)
+    assert timeline.makespan_seconds == 0
+    for curve in timeline.memory[0]:
+        assert (np.diff(curve.seconds) >= 0).all()
+        assert curve.parts[-1].tolist() == [0, 0, 0]
 
 
 def test_empty_batch():
