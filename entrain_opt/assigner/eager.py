@@ -1,4 +1,4 @@
-"""`iteration_ticks` for the common cases with one stage on each rank, three to six times as fast.
+"""`iteration_ticks` for the common cases, three to six times as fast.
 
 They are `eager`, and `zero_bubble` where all stages have a memory limit.
 
@@ -28,7 +28,7 @@ from entrain_opt.assigner.pipeline_columns import (
 )
 from entrain_opt.assigner.unit_kernel import breaks_limits, encoder_units, llm_units, sources_of_llm
 from entrain_opt.compiled import compiled
-from entrain_opt.schedule.columns import NONE
+from entrain_opt.schedule.columns import NONE, RANK
 
 IntArray = NDArray[np.int64]
 
@@ -48,7 +48,7 @@ def eager_ticks(
         for unit in range(num_llm):
             if llm_amount[unit] > settings[TOKENS_LIMIT]:
                 return INFEASIBLE
-    unit_of_media, unit_first, _, unit_amount, pair_first, pair_llm = encoder_units(
+    unit_of_media, unit_first, unit_microbatch, unit_amount, pair_first, pair_llm = encoder_units(
         encoder_microbatch, llm_microbatch, llm_unit, num_llm, num_microbatches, media, encoders
     )
     source_first, sources = sources_of_llm(pair_first, pair_llm, num_llm)
@@ -77,6 +77,13 @@ def eager_ticks(
             for sample in range(len(llm_microbatch)):
                 unit = llm_unit[llm_microbatch[sample]]
                 ticks[kind, first_llm + stage, unit] += sample_ticks[kind, stage, sample]
+    for stage in range(num_stages - 1):
+        target = stage + 1
+        for encoder in range(len(encoders)):
+            if stage == encoders[encoder, FIRST_STAGE] + encoders[encoder, NUM_STAGES] - 1:
+                target = first_llm
+        if stages[stage, RANK] == stages[target, RANK]:
+            ticks[2, stage, :] = 0  # Nothing is sent.
     splits = settings[SPLIT_BACKWARD] != 0
     if splits:
         for stage in range(num_stages):
@@ -84,8 +91,13 @@ def eager_ticks(
                 by_items = ticks[1, stage, unit] - stage_costs[stage, FIXED_BACKWARD]
                 ticks[3, stage, unit] = by_items * stage_costs[stage, WEIGHT_PERMILLE] // 1000
                 ticks[1, stage, unit] -= ticks[3, stage, unit]
+    microbatch = np.empty(len(unit_amount) + num_llm, dtype=np.int64)
+    microbatch[: len(unit_amount)] = unit_microbatch
+    for i in range(num_microbatches):
+        if llm_unit[i] != NONE:
+            microbatch[len(unit_amount) + llm_unit[i]] = i
     ticks_played = play_eager(
-        ticks, splits, stages, encoders, first_llm, num_llm, llm_amount, unit_first, unit_amount, pair_first, pair_llm,
-        source_first, sources,
+        ticks, splits, stages, encoders, first_llm, microbatch, llm_amount, unit_first, unit_amount, pair_first,
+        pair_llm, source_first, sources,
     )  # fmt: skip
     return float(ticks_played) if ticks_played >= 0 else INFEASIBLE

@@ -1,8 +1,10 @@
-"""The list scheduler's loop for `eager`, and `zero_bubble` in limited memory, with one stage on each rank.
+"""The list scheduler's loop for `eager`, and `zero_bubble` in limited memory.
 
 The rules are those of `schedule/kernel.py`, to the tick, with what these cases do not need left out: no windows, a
 backward is ready when its gradient is there, and where memory is limited every encoder unit has one consumer. A test
 holds both together.
+
+Stages of one rank take turns: the earliest microbatch goes first, among equals the stage nearer to the loss.
 
 Price: 40 to 70 ns per operation.
 """
@@ -19,6 +21,7 @@ from entrain_opt.assigner.eager_memory import (
     FORWARD_ROUTE,
     HELD,
     LATEST,
+    MICROBATCH,
     NUM_HELD,
     NUM_UNITS,
     OLDEST,
@@ -36,7 +39,7 @@ from entrain_opt.assigner.eager_memory import (
 )
 from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
 from entrain_opt.compiled import borrowing, compiled, inlined
-from entrain_opt.schedule.columns import HAS_BACKWARD, LIMIT, NONE
+from entrain_opt.schedule.columns import HAS_BACKWARD, LIMIT, NONE, RANK
 from entrain_opt.schedule.heap import pop, push
 from entrain_opt.schedule.kernel import NEVER
 from entrain_opt.schedule.memory import kept_amount
@@ -47,12 +50,12 @@ ByteArray = NDArray[np.uint8]
 # What a rank runs: 3 * unit + kind.
 _FORWARD, _BACKWARD, _WEIGHT = range(3)
 # To the neighbour, between encoder and language model, nowhere.
-_NEXT, _EXIT, _END = range(3)
+_NEXT, _EXIT, _NOWHERE = range(3)
 
 
 @compiled
 def play_eager(
-    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, first_llm: int, num_llm: int,
+    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, first_llm: int, microbatch: IntArray,
     llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
     source_first: IntArray, sources: IntArray,
 ) -> int:  # fmt: skip
@@ -64,15 +67,15 @@ def play_eager(
         splits: whether weight gradients may run on their own, when nothing else can.
         stages, encoders: as in `iteration_ticks`.
         first_llm: the first language-model stage.
-        num_llm: language-model units.
+        microbatch: [units + num_llm] of each encoder unit and each language-model unit.
         llm_amount: [num_llm] tokens.
         unit_first: [E + 1] first unit of each encoder.
         unit_amount: [units] patches.
         pair_first, pair_llm: [units + 1] and [pairs] who consumes each unit.
         source_first, sources: [num_llm + 1] and [pairs] the units that a language-model unit waits for.
     """
-    num_stages, width = ticks.shape[1], ticks.shape[2]
-    routes = np.zeros((num_stages, 4), dtype=np.int64)
+    num_stages, width, num_llm = ticks.shape[1], ticks.shape[2], len(llm_amount)
+    routes = np.zeros((num_stages, 5), dtype=np.int64)
     state = np.zeros((2, num_stages, width), dtype=np.uint8)
     # Ready units of either kind and the lowest that may be ready.
     num_ready, lowest = np.zeros((2, num_stages), dtype=np.int64), np.zeros((2, num_stages), dtype=np.int64)
@@ -87,56 +90,81 @@ def play_eager(
         if missing[unit] == 0:
             state[0, first_llm, unit] = READY
             num_ready[0, first_llm] += 1
-    # Split backwards whose weight gradients have not run, of each stage in order, and the first and the end of them.
-    pending, queue = np.empty((num_stages, width), dtype=np.int64), np.zeros((num_stages, 2), dtype=np.int64)
-    running, finish = np.full(num_stages, NONE, dtype=np.int64), np.full(num_stages, NEVER, dtype=np.int64)
-    was_backward = np.zeros(num_stages, dtype=np.uint8)
+    rank_of, num_ranks = np.empty(num_stages, dtype=np.int64), 0
+    for stage in range(num_stages):
+        rank_of[stage] = stages[stage, RANK]
+        num_ranks = max(num_ranks, rank_of[stage] + 1)
+    # The stages of a rank are a chain.
+    first_stage, next_stage = np.full(num_ranks, NONE, dtype=np.int64), np.empty(num_stages, dtype=np.int64)
+    for stage in range(num_stages - 1, -1, -1):
+        next_stage[stage] = first_stage[rank_of[stage]]
+        first_stage[rank_of[stage]] = stage
+    # Split backwards of each rank whose weight gradients have not run, in order, and the first and the end of them.
+    pending = np.empty((num_stages * width if splits else 0, 2), dtype=np.int64)
+    queue, row = np.zeros((num_ranks, 2), dtype=np.int64), 0
+    for rank in range(num_ranks):
+        queue[rank, 0] = queue[rank, 1] = row
+        stage = first_stage[rank]
+        while stage != NONE:
+            row += width
+            stage = next_stage[stage]
+    running, running_stage = np.full(num_ranks, NONE, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
+    finish, was_backward = np.full(num_ranks, NEVER, dtype=np.int64), np.zeros(num_ranks, dtype=np.uint8)
     # Ranks that may have something to start.
-    is_touched, touched = np.ones(num_stages, dtype=np.uint8), np.arange(num_stages)
+    is_touched, touched = np.ones(num_ranks, dtype=np.uint8), np.arange(num_ranks)
     arrivals = np.empty((2 * num_stages * width + 2 * len(pair_llm) + 1, 2), dtype=np.int64)
     return _run(
-        ticks, splits, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, pending, queue,
-        running, finish, was_backward, is_touched, touched, arrivals, first_llm, llm_amount, unit_first, unit_amount,
-        pair_first, pair_llm, source_first, sources, expected,
+        ticks, splits, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, rank_of, first_stage,
+        next_stage, pending, queue, running, running_stage, finish, was_backward, is_touched, touched, arrivals,
+        first_llm, microbatch, llm_amount, unit_first, unit_amount, pair_first, pair_llm, source_first, sources,
+        expected,
     )  # fmt: skip
 
 
 @borrowing
 def _run(
     ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, routes: IntArray, state: ByteArray,
-    num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, pending: IntArray,
-    queue: IntArray, running: IntArray, finish: IntArray, was_backward: ByteArray, is_touched: ByteArray,
-    touched: IntArray, arrivals: IntArray, first_llm: int, llm_amount: IntArray, unit_first: IntArray,
+    num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, rank_of: IntArray,
+    first_stage: IntArray, next_stage: IntArray, pending: IntArray, queue: IntArray, running: IntArray,
+    running_stage: IntArray, finish: IntArray, was_backward: ByteArray, is_touched: ByteArray, touched: IntArray,
+    arrivals: IntArray, first_llm: int, microbatch: IntArray, llm_amount: IntArray, unit_first: IntArray,
     unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray,
     expected: int,
 ) -> int:  # fmt: skip
     """The loop over time; `expected` operations in all."""
-    num_stages, width = ticks.shape[1], ticks.shape[2]
-    num_touched, num_arrivals = num_stages, 0
+    num_ranks, width = len(finish), ticks.shape[2]
+    num_touched, num_arrivals = num_ranks, 0
     now = 0
     while True:
         for i in range(num_touched):
-            stage = touched[i]
-            is_touched[stage] = 0
-            kind, unit = _BACKWARD, NONE
-            if num_ready[1, stage] == 0 or was_backward[stage]:
+            rank = touched[i]
+            is_touched[rank] = 0
+            kind, unit, stage = _BACKWARD, NONE, first_stage[rank]
+            if next_stage[stage] != NONE:
+                stage = _stage_that_goes_first(
+                    stages, state, num_ready, lowest, held, turns, routes, first_llm, microbatch, llm_amount,
+                    unit_amount, pair_first, pair_llm, source_first, sources, next_stage, stage, was_backward[rank],
+                )  # fmt: skip
+            if num_ready[1, stage] == 0 or was_backward[rank]:
                 if num_ready[0, stage]:
-                    unit = _forward(
-                        stages, state, num_ready, lowest, held, turns, routes, first_llm, llm_amount, unit_amount,
-                        pair_first, pair_llm, source_first, sources, stage,
+                    unit = _forward_that_may(
+                        stages, state, lowest, held, turns, routes, first_llm, llm_amount, unit_amount, pair_first,
+                        pair_llm, source_first, sources, stage,
                     )  # fmt: skip
-                kind = _FORWARD if unit != NONE else _BACKWARD
+                if unit != NONE:
+                    kind = _FORWARD
+                    if stages[stage, LIMIT] != NONE:
+                        _take(
+                            held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit
+                        )
             if unit == NONE and num_ready[1, stage]:
-                unit = lowest[1, stage]
-                while state[1, stage, unit] != READY:
-                    unit += 1
-                lowest[1, stage] = unit
+                unit = _lowest_ready(state, lowest, 1, stage)
             if unit != NONE:
                 state[kind, stage, unit] = STARTED
                 num_ready[kind, stage] -= 1
-                was_backward[stage] = kind
-                running[stage] = 3 * unit + kind
-                finish[stage] = now + ticks[kind, stage, unit]
+                was_backward[rank] = kind
+                running[rank], running_stage[rank] = 3 * unit + kind, stage
+                finish[rank] = now + ticks[kind, stage, unit]
                 if splits and kind == _BACKWARD:
                     kept = kept_amount(amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit))
                     limit = stages[stage, LIMIT]
@@ -144,30 +172,30 @@ def _run(
                         stages, encoders, routes, unit_first, source_first, sources, stage, unit
                     ):
                         held[stage, AMOUNT] += kept
-                        pending[stage, queue[stage, 1]] = unit
-                        queue[stage, 1] += 1
+                        pending[queue[rank, 1], 0], pending[queue[rank, 1], 1] = stage, unit
+                        queue[rank, 1] += 1
                     else:
-                        finish[stage] += ticks[3, stage, unit]
-            elif queue[stage, 0] < queue[stage, 1]:
-                unit = pending[stage, queue[stage, 0]]
-                queue[stage, 0] += 1
-                running[stage] = 3 * unit + _WEIGHT
-                finish[stage] = now + ticks[3, stage, unit]
+                        finish[rank] += ticks[3, stage, unit]
+            elif queue[rank, 0] < queue[rank, 1]:
+                stage, unit = pending[queue[rank, 0], 0], pending[queue[rank, 0], 1]
+                queue[rank, 0] += 1
+                running[rank], running_stage[rank] = 3 * unit + _WEIGHT, stage
+                finish[rank] = now + ticks[3, stage, unit]
         num_touched = 0
         following = NEVER
-        for stage in range(num_stages):
-            following = min(following, finish[stage])
+        for rank in range(num_ranks):
+            following = min(following, finish[rank])
         if num_arrivals:
             following = min(following, arrivals[0, 0])
         if following == NEVER:
             break
         now = following
-        for stage in range(num_stages):
-            if finish[stage] != now:
+        for rank in range(num_ranks):
+            if finish[rank] != now:
                 continue
-            unit, kind = running[stage] // 3, running[stage] % 3
-            running[stage], finish[stage] = NONE, NEVER
-            num_touched = _touch(running, is_touched, touched, num_touched, stage)
+            stage, unit, kind = running_stage[rank], running[rank] // 3, running[rank] % 3
+            running[rank], finish[rank] = NONE, NEVER
+            num_touched = _touch(running, is_touched, touched, num_touched, rank)
             is_limited = stages[stage, LIMIT] != NONE
             if kind == _WEIGHT:
                 if is_limited:
@@ -188,14 +216,14 @@ def _run(
                             missing[target] -= 1
                             if missing[target] == 0:
                                 _ready(state, num_ready, lowest, 0, first_llm, target)
-                                num_touched = _touch(running, is_touched, touched, num_touched, first_llm)
+                                num_touched = _touch(running, is_touched, touched, num_touched, rank_of[first_llm])
                 elif route == _NEXT:
                     if late:
                         operation = ((stage + 1) * width + unit) * 2
                         num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                     else:
                         _ready(state, num_ready, lowest, 0, stage + 1, unit)
-                        num_touched = _touch(running, is_touched, touched, num_touched, stage + 1)
+                        num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage + 1])
                 elif stages[stage, HAS_BACKWARD]:
                     _ready(state, num_ready, lowest, 1, stage, unit)
                 continue
@@ -203,8 +231,9 @@ def _run(
                 if stage < first_llm:
                     turns[stage, pair_llm[pair_first[routes[stage, BASE] + unit]], UNFINISHED] -= 1
                     advance(turns, held, stage, OLDEST, UNFINISHED)
-                last = queue[stage, 1] - 1
-                if last < queue[stage, 0] or pending[stage, last] != unit:  # Its weight gradients are done as well.
+                last = queue[rank, 1] - 1
+                if last < queue[rank, 0] or pending[last, 0] != stage or pending[last, 1] != unit:
+                    # Its weight gradients are done as well.
                     release(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
             route = routes[stage, BACKWARD_ROUTE]
             if route == _EXIT:
@@ -221,7 +250,7 @@ def _run(
                             num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                         else:
                             _ready(state, num_ready, lowest, 1, last, target)
-                            num_touched = _touch(running, is_touched, touched, num_touched, last)
+                            num_touched = _touch(running, is_touched, touched, num_touched, rank_of[last])
             elif route == _NEXT:
                 late = ticks[2, stage - 1, unit]
                 if late:
@@ -229,7 +258,7 @@ def _run(
                     num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                 else:
                     _ready(state, num_ready, lowest, 1, stage - 1, unit)
-                    num_touched = _touch(running, is_touched, touched, num_touched, stage - 1)
+                    num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage - 1])
         while num_arrivals and arrivals[0, 0] == now:
             operation = arrivals[0, 1]
             num_arrivals = pop(arrivals, num_arrivals)
@@ -240,7 +269,7 @@ def _run(
                 if missing[unit]:
                     continue
             _ready(state, num_ready, lowest, kind, stage, unit)
-            num_touched = _touch(running, is_touched, touched, num_touched, stage)
+            num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage])
     return now if expected == 0 else -1
 
 
@@ -253,16 +282,17 @@ def _prepare(
     """Fill what describes the stages before anything ran; returns how many operations there are."""
     num_stages = len(stages)
     for stage in range(first_llm, num_stages):
-        routes[stage, NUM_UNITS] = num_llm
-        routes[stage, FORWARD_ROUTE] = _NEXT if stage + 1 < num_stages else _END
+        routes[stage, NUM_UNITS], routes[stage, MICROBATCH] = num_llm, len(unit_amount)
+        routes[stage, FORWARD_ROUTE] = _NEXT if stage + 1 < num_stages else _NOWHERE
         routes[stage, BACKWARD_ROUTE] = _EXIT if stage == first_llm else _NEXT
     for encoder in range(len(encoders)):
         first, base = encoders[encoder, FIRST_STAGE], unit_first[encoder]
         last = first + encoders[encoder, NUM_STAGES] - 1
         for stage in range(first, last + 1):
-            routes[stage, BASE], routes[stage, NUM_UNITS] = base, unit_first[encoder + 1] - base
+            routes[stage, BASE] = routes[stage, MICROBATCH] = base
+            routes[stage, NUM_UNITS] = unit_first[encoder + 1] - base
             routes[stage, FORWARD_ROUTE] = _EXIT if stage == last else _NEXT
-            routes[stage, BACKWARD_ROUTE] = _END if stage == first else _NEXT
+            routes[stage, BACKWARD_ROUTE] = _NOWHERE if stage == first else _NEXT
             held[stage, LATEST] = NONE
             if stages[stage, LIMIT] == NONE:
                 continue
@@ -278,7 +308,7 @@ def _prepare(
     expected = 0
     for stage in range(num_stages):
         if routes[stage, BACKWARD_ROUTE] == _NEXT and not stages[stage - 1, HAS_BACKWARD]:
-            routes[stage, BACKWARD_ROUTE] = _END
+            routes[stage, BACKWARD_ROUTE] = _NOWHERE
         expected += routes[stage, NUM_UNITS] * (1 + stages[stage, HAS_BACKWARD])
     return expected
 
@@ -291,51 +321,95 @@ def _ready(state: ByteArray, num_ready: IntArray, lowest: IntArray, kind: int, s
 
 
 @inlined
-def _touch(running: IntArray, is_touched: ByteArray, touched: IntArray, num_touched: int, stage: int) -> int:
-    if running[stage] != NONE or is_touched[stage]:
+def _touch(running: IntArray, is_touched: ByteArray, touched: IntArray, num_touched: int, rank: int) -> int:
+    if running[rank] != NONE or is_touched[rank]:
         return num_touched
-    is_touched[stage] = 1
-    touched[num_touched] = stage
+    is_touched[rank] = 1
+    touched[num_touched] = rank
     return num_touched + 1
 
 
 @inlined
-def _forward(
-    stages: IntArray, state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray,
-    routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray, pair_first: IntArray,
-    pair_llm: IntArray, source_first: IntArray, sources: IntArray, stage: int,
-) -> int:  # fmt: skip
-    """The next forward of a stage with ready ones, its memory taken; NONE if none may start."""
-    unit = lowest[0, stage]
-    while state[0, stage, unit] != READY:
+def _lowest_ready(state: ByteArray, lowest: IntArray, kind: int, stage: int) -> int:
+    """The first ready unit of a stage that has any."""
+    unit = lowest[kind, stage]
+    while state[kind, stage, unit] != READY:
         unit += 1
-    lowest[0, stage] = unit
+    lowest[kind, stage] = unit
+    return unit
+
+
+@borrowing
+def _stage_that_goes_first(
+    stages: IntArray, state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray,
+    routes: IntArray, first_llm: int, microbatch: IntArray, llm_amount: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray, next_stage: IntArray,
+    first_stage: int, was_backward: bool,
+) -> int:  # fmt: skip
+    """Of the stages of a rank, the one that runs next: the one with the earliest microbatch, nearest to the loss."""
+    best, earliest, stage = NONE, 0, first_stage
+    while stage != NONE:
+        if num_ready[1, stage]:
+            turn = microbatch[routes[stage, MICROBATCH] + _lowest_ready(state, lowest, 1, stage)]
+            if best == NONE or turn <= earliest:
+                best, earliest = stage, turn
+        stage = next_stage[stage]
+    if best != NONE and not was_backward:
+        return best
+    backward, best, stage = best, NONE, first_stage
+    while stage != NONE:
+        if num_ready[0, stage]:
+            turn = microbatch[routes[stage, MICROBATCH] + _lowest_ready(state, lowest, 0, stage)]
+            if best == NONE or turn <= earliest:
+                unit = _forward_that_may(
+                    stages, state, lowest, held, turns, routes, first_llm, llm_amount, unit_amount, pair_first,
+                    pair_llm, source_first, sources, stage,
+                )  # fmt: skip
+                turn = microbatch[routes[stage, MICROBATCH] + unit]
+                if unit != NONE and (best == NONE or turn <= earliest):
+                    best, earliest = stage, turn
+        stage = next_stage[stage]
+    if best != NONE:
+        return best
+    return backward if backward != NONE else first_stage
+
+
+@inlined
+def _forward_that_may(
+    stages: IntArray, state: ByteArray, lowest: IntArray, held: IntArray, turns: IntArray, routes: IntArray,
+    first_llm: int, llm_amount: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
+    source_first: IntArray, sources: IntArray, stage: int,
+) -> int:  # fmt: skip
+    """The next forward of a stage with ready ones; NONE if memory admits none."""
+    unit = _lowest_ready(state, lowest, 0, stage)
     limit = stages[stage, LIMIT]
     if limit == NONE:
         return unit
     if stage >= first_llm:
-        if held[stage, UNITS] and held[stage, AMOUNT] + llm_amount[unit] > limit:
-            return NONE
-        held[stage, AMOUNT] += llm_amount[unit]
-        held[stage, UNITS] += 1
-        return unit
-    base = routes[stage, BASE]
-    unit = forward_that_fits(
-        stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, base,
+        return NONE if held[stage, UNITS] and held[stage, AMOUNT] + llm_amount[unit] > limit else unit
+    return forward_that_fits(
+        stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, routes[stage, BASE],
         routes[stage, NUM_UNITS], stage, unit,
     )  # fmt: skip
-    if unit == NONE:
-        return NONE
-    turn, amount = pair_llm[pair_first[base + unit]], unit_amount[base + unit]
-    turns[stage, turn, UNSTARTED] -= 1
-    turns[stage, turn, UNSTARTED_AMOUNT] -= amount
-    turns[stage, turn, HELD] += amount
-    turns[stage, turn, NUM_HELD] += 1
+
+
+@inlined
+def _take(
+    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
+) -> None:  # fmt: skip
+    """A forward of a limited stage starts."""
+    amount = amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit)
     held[stage, AMOUNT] += amount
     held[stage, UNITS] += 1
-    held[stage, LATEST] = max(held[stage, LATEST], turn)
-    advance(turns, held, stage, OPEN, UNSTARTED)
-    return unit
+    if stage < first_llm:
+        turn = pair_llm[pair_first[routes[stage, BASE] + unit]]
+        turns[stage, turn, UNSTARTED] -= 1
+        turns[stage, turn, UNSTARTED_AMOUNT] -= amount
+        turns[stage, turn, HELD] += amount
+        turns[stage, turn, NUM_HELD] += 1
+        held[stage, LATEST] = max(held[stage, LATEST], turn)
+        advance(turns, held, stage, OPEN, UNSTARTED)
 
 
 @inlined

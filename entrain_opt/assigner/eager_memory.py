@@ -18,8 +18,8 @@ ByteArray = NDArray[np.uint8]
 
 # States of a unit's forward or backward on a stage.
 WAITS, READY, STARTED = 0, 1, 2
-# Where a stage's outputs go, and where its units are: [S, 4].
-FORWARD_ROUTE, BACKWARD_ROUTE, BASE, NUM_UNITS = range(4)
+# Where a stage's outputs go, and where its units are, of all encoders' units and of all units: [S, 5].
+FORWARD_ROUTE, BACKWARD_ROUTE, BASE, NUM_UNITS, MICROBATCH = range(5)
 # What a stage holds: [S, 5] amount and units; of its turns (language-model units), the oldest that is unfinished, the
 # first that has not started all its units, the latest that has started one.
 AMOUNT, UNITS, OLDEST, OPEN, LATEST = range(5)

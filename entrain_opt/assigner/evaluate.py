@@ -20,7 +20,7 @@ from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns as c
 from entrain_opt.schedule.dispatch import pipeline_arrays
 from entrain_opt.schedule.graph import work_graph
-from entrain_opt.schedule.orders import TIMED_ORDERS, fixed_rule, memory_limits
+from entrain_opt.schedule.orders import TIMED_ORDERS, even_ticks, fixed_rule, memory_limits
 from entrain_opt.schedule.work import ReplicaWork
 
 #: All work of a replica has this many ticks.
@@ -52,11 +52,12 @@ class Evaluator:
         rows = np.flatnonzero(self._has_media)
         columns = (stages.forward_seconds, stages.backward_seconds, stages.send_seconds)
         media_ticks = np.array([[self._ticks(a[rows]) for a in kind[:first_llm]] for kind in columns], dtype=np.int64)
-        stage_costs = np.zeros((shape.num_stages, 4), dtype=np.int64)
+        stage_costs = np.zeros((shape.num_stages, p.NUM_STAGE_COSTS), dtype=np.int64)
         stage_costs[:, p.FIXED_FORWARD] = self._ticks(fixed[0])
         stage_costs[:, p.FIXED_BACKWARD] = self._ticks(fixed[1])
         stage_costs[:, p.FIXED_TRANSFER] = self._ticks(np.full(shape.num_stages, stages.send_fixed_seconds))
         stage_costs[:, p.WEIGHT_PERMILLE] = np.rint(1000 * np.array(stages.weight_gradient_share))
+        stage_costs[:, p.EVEN] = even_ticks(shape)
         # The order's rule and the stages' limits are those of every schedule; units come with each placement.
         no_units = work_graph(ReplicaWork(encoder_units=(), llm_units=(), num_microbatches=0), shape)
         limits, _ = memory_limits(no_units, costs)
@@ -75,8 +76,7 @@ class Evaluator:
         self._settings = _settings(shape, order)
         # The common cases have an evaluation of their own.
         as_eager = order == "eager" or (order == "zero_bubble" and None not in shape.stage_limits)
-        simple = not general and as_eager and shape.ranks_of_stages == tuple(range(shape.num_stages))
-        self._rules = None if simple else template.rules
+        self._rules = None if as_eager and not general else template.rules
         self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
         weights = np.sqrt(normalised_loads(work).max(axis=1))
         self._cumulated = np.cumsum(weights if weights.any() else np.ones(work.num_samples))

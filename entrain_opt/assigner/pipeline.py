@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from entrain_opt.assigner.pipeline_columns import (
     ENCODER,
+    EVEN,
     FIRST_STAGE,
     FIXED_BACKWARD,
     FIXED_FORWARD,
@@ -79,7 +80,7 @@ def iteration_ticks(
         tokens: [N].
         media_ticks: [3, encoder stages, M] forward, backward and transfer.
         sample_ticks: [3, language-model stages, N] the same.
-        stage_costs: [S, 4] ticks per unit, and which part of a backward is weight gradients.
+        stage_costs: [S, 5] ticks per unit, which part of a backward is weight gradients, and even ticks.
         encoders: [E, 3].
         stages, rules: templates for `play`, without slots and turns.
         settings: [4] limits and what the order follows.
@@ -124,15 +125,15 @@ def iteration_ticks(
     if settings[TIMED]:
         orders, _, _, end = play(rules, stages, slots, turns, links, turn_of_llm, durations, transfer)
         return float(_largest(end)) if _num_passes(orders, count) == expected else INFEASIBLE
-    missing = np.ones(3 * count, dtype=np.int64)
+    missing, even = np.ones(3 * count, dtype=np.int64), np.empty(3 * count, dtype=np.int64)
     missing[: 2 * count] = 0
     for slot in range(count):
+        even[slot] = even[count + slot] = even[2 * count + slot] = stage_costs[slots[slot, STAGE], EVEN]
         for i in range(slots[slot, FORWARD], slots[slot, FORWARD_END]):
             missing[links[i]] += 1
         missing[count + slot] = 1 + slots[slot, FORWARD_END] - slots[slot, FORWARD]
     orders, order_first, _, _ = play(
-        rules, stages, slots, turns, links, turn_of_llm, np.ones(3 * count, dtype=np.int64),
-        np.zeros(count, dtype=np.int64),
+        rules, stages, slots, turns, links, turn_of_llm, even, np.zeros(count, dtype=np.int64),
     )  # fmt: skip
     if _num_passes(orders, count) != expected:
         return INFEASIBLE

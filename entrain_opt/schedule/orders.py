@@ -14,14 +14,15 @@
 - `search`: the list scheduler's priorities improved by a search (search.py); never slower than the others.
 
 All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
-follow the predicted durations when costs are given; the others count every operation as equally long, so their orders
-do not depend on the costs (only the memory limits do).
+follow the predicted durations when costs are given; the others count a microbatch as equally long on every rank
+(`even_ticks`), so their orders do not depend on the costs (only the memory limits do).
 
 Promise: every action once, dependencies and memory limits kept, no deadlock, same inputs, same answer.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,7 +96,7 @@ def fixed_order(
     if order in TIMED_ORDERS and (seconds is not None or costs is not None):
         durations, transfer = timed_ticks(graph, rule, seconds or slot_seconds(graph, costs))  # type: ignore[arg-type]
     else:
-        durations = np.ones(3 * graph.num_slots, dtype=np.int64)
+        durations = np.tile(np.array(even_ticks(graph.shape))[graph.slot_stage], 3)
         transfer = np.zeros(graph.num_slots, dtype=np.int64)
     return dispatch(graph, rule, durations=durations, transfer=transfer, limits=limits, amounts=amounts)
 
@@ -123,6 +124,17 @@ def memory_limits(graph: WorkGraph, costs: BatchCosts | None) -> tuple[list[int 
             "the costs say how many a microbatch has; found None."
         )
     return limits, slot_amounts(graph, costs)
+
+
+def even_ticks(shape: PipelineShape) -> list[int]:
+    """Per stage, ticks of an operation where every rank needs equally long for a microbatch.
+
+    Counted as equally long, the operations of a rank with several stages would seem to hold up all others, which then
+    would hold too few microbatches.
+    """
+    counts = [len(shape.stages_of_rank(rank)) for rank in shape.ranks_of_stages]
+    common = math.lcm(*counts)
+    return [common // count for count in counts]
 
 
 def stage_depths(shape: PipelineShape) -> list[int]:
