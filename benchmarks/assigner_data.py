@@ -46,10 +46,10 @@ FRAMES_PER_SAMPLED_FRAME, MOST_FRAMES, FRAME_PATCHES, FRAME_TOKENS = 30, 64, 256
 
 #: The paper's microbatches hold this many samples; memory is counted in their mean sizes.
 SAMPLES_PER_MICROBATCH = 4
-#: Microbatches that the last stage may hold, beyond the one that a stage holds for each stage from it to the end.
+#: Microbatches that a rank may hold, beyond one for each rank from it to the end.
 SPARE_MICROBATCHES = 4
-#: Samples from which the stages are split between the modules.
-_SAMPLES_FOR_STAGES = 2000
+#: Samples from which the ranks' parts of the modules follow, and the least part of its work that a rank has of one.
+_SAMPLES_FOR_STAGES, _LEAST_PART = 2000, 0.02
 
 
 def read_model(size: str) -> ModelSpec:
@@ -236,28 +236,66 @@ def forward_seconds(module: ModuleSpec, tokens: NDArray[np.int64], squares: NDAr
     return (2 * matrices * tokens + 4 * module.num_layers * width * squares) / NOMINAL_FLOPS_PER_SECOND
 
 
-def split_stages(source: Source, model: ModelSpec, num_stages: int, *, trained: bool) -> PipelineShape:
-    """Stages in proportion to forward plus backward work, at least one each."""
-    (costs,) = source.draw(model, _SAMPLES_FOR_STAGES, 1, seed=99)
-    encoder, llm = costs.encoder_seconds.sum() * (3 if trained else 1), costs.llm_seconds.sum() * 3
-    encoder_stages = int(np.clip(round(num_stages * encoder / (encoder + llm)), 1, num_stages - 1))
-    return PipelineShape(encoder_stages=encoder_stages, llm_stages=num_stages - encoder_stages, encoder_trained=trained)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvenPipeline:
+    """Pipeline ranks of equal work. The rank on the border has the encoder's end and the language model's beginning.
 
-
-def with_memory(shape: PipelineShape, costs: BatchCosts) -> PipelineShape:
-    """The same memory for every policy: what microbatches of the mean size would need, and room for the largest sample.
-
-    Stage s of S may hold S - s + `SPARE_MICROBATCHES` microbatches of `SAMPLES_PER_MICROBATCH` samples.
+    Attributes:
+        shape: its stages, memory not limited.
+        shares: of its module's work that each stage has.
     """
-    microbatches = costs.num_samples / SAMPLES_PER_MICROBATCH
-    patches = np.bincount(costs.media_sample, weights=costs.patches, minlength=costs.num_samples)
 
-    def limits(amounts: NDArray[np.float64], stages: range) -> tuple[int, ...]:
-        mean, largest = float(amounts.sum()) / microbatches, max(int(amounts.max()), 1)
-        return tuple(max(largest, math.ceil(mean * (shape.num_stages - s + SPARE_MICROBATCHES))) for s in stages)
+    shape: PipelineShape
+    shares: tuple[float, ...]
 
-    return replace(
-        shape,
-        patches_in_flight=limits(patches, range(shape.num_encoder_stages)),
-        tokens_in_flight=limits(costs.tokens.astype(np.float64), shape.stages_of_llm),
-    )
+    @classmethod
+    def of(cls, source: Source, model: ModelSpec, num_ranks: int, *, trained: bool) -> EvenPipeline:
+        """Ranks that are even over many samples of a source; in a single batch its samples decide."""
+        (costs,) = source.draw(model, _SAMPLES_FOR_STAGES, 1, seed=99)
+        encoder, llm = costs.encoder_seconds.sum() * (3 if trained else 1), costs.llm_seconds.sum() * 3
+        encoder_ranks = num_ranks * encoder / (encoder + llm)
+        whole, part = int(encoder_ranks), encoder_ranks % 1
+        if whole and part < _LEAST_PART:
+            encoder_ranks = whole
+        elif part > 1 - _LEAST_PART:
+            encoder_ranks = whole + 1
+        # What each rank has of either module, in ranks' work.
+        of_encoder = np.clip(encoder_ranks - np.arange(num_ranks), 0, 1)
+        encoder_on, llm_on = np.flatnonzero(of_encoder > 0), np.flatnonzero(of_encoder < 1)
+        shape = PipelineShape(
+            encoder_stages=len(encoder_on),
+            llm_stages=len(llm_on),
+            encoder_trained=trained,
+            stage_ranks=(*encoder_on.tolist(), *llm_on.tolist()),
+        )
+        shares = (of_encoder[encoder_on] / encoder_ranks, (1 - of_encoder[llm_on]) / (num_ranks - encoder_ranks))
+        return cls(shape=shape, shares=tuple(np.concatenate(shares).tolist()))
+
+    def with_stages(self, costs: BatchCosts) -> BatchCosts:
+        """The same samples with the seconds of each stage."""
+        even, first_llm = costs.stage_costs(self.shape), self.shape.num_encoder_stages
+        forward = tuple(
+            share * (costs.encoder_seconds if stage < first_llm else costs.llm_seconds)
+            for stage, share in enumerate(self.shares)
+        )
+        backward = tuple(2 * f if has else 0 * f for f, has in zip(forward, self.shape.has_backward, strict=True))
+        return replace(costs, stages=replace(even, forward_seconds=forward, backward_seconds=backward))
+
+    def with_memory(self, costs: BatchCosts) -> PipelineShape:
+        """The same memory for every policy: what microbatches of the mean size need, and room for the largest sample.
+
+        Rank r of R may hold R - r + `SPARE_MICROBATCHES` microbatches of `SAMPLES_PER_MICROBATCH` samples.
+        """
+        microbatches = costs.num_samples / SAMPLES_PER_MICROBATCH
+        patches = np.bincount(costs.media_sample, weights=costs.patches, minlength=costs.num_samples)
+        ranks, first_llm = self.shape.ranks_of_stages, self.shape.num_encoder_stages
+
+        def limits(amounts: NDArray[np.float64], ranks: Sequence[int]) -> tuple[int, ...]:
+            mean, largest = float(amounts.sum()) / microbatches, max(int(amounts.max()), 1)
+            return tuple(max(largest, math.ceil(mean * (self.shape.num_ranks - r + SPARE_MICROBATCHES))) for r in ranks)
+
+        return replace(
+            self.shape,
+            patches_in_flight=limits(patches, ranks[:first_llm]),
+            tokens_in_flight=limits(costs.tokens.astype(np.float64), ranks[first_llm:]),
+        )
