@@ -29,6 +29,8 @@ class StageCosts:
         num_encoder_stages: the first stages, whose items are media; the others' items are samples.
         forward_seconds, backward_seconds: per stage, per item. `backward_seconds` is 0 where nothing trains.
         weight_gradient_share: per stage, the part of the backward that computes weight gradients, 0 to 1.
+        split_share, split_fixed_seconds: per stage, what a backward in two parts (input gradients, then weight
+            gradients) takes beyond a whole one: a part of its items' seconds, and seconds each time. Empty: nothing.
         forward_fixed_seconds, backward_fixed_seconds: per stage and microbatch (or part of one).
         send_seconds: per stage, per item: its output to the next rank; the gradient back takes as long.
         send_fixed_seconds: latency of one message.
@@ -48,12 +50,19 @@ class StageCosts:
     backward_fixed_seconds: tuple[float, ...]
     send_seconds: tuple[FloatArray, ...]
     send_fixed_seconds: float = 0.0
+    split_share: tuple[float, ...] = ()
+    split_fixed_seconds: tuple[float, ...] = ()
     reduce_seconds: tuple[float, ...] = ()
     step_seconds: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     activation_bytes: tuple[float, ...] = ()
     output_bytes: tuple[float, ...] = ()
     logit_bytes: float = 0.0
+
+    def split_costs(self, stage: int) -> tuple[float, float]:
+        """`split_share` and `split_fixed_seconds` of a stage."""
+        share = self.split_share[stage] if self.split_share else 0.0
+        return share, self.split_fixed_seconds[stage] if self.split_fixed_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.joint import level_jointly, normalised_loads, place_joint
@@ -31,6 +32,7 @@ from entrain_opt.assigner.random_numbers import random_state
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
+from entrain_opt.plan import PipelineShape
 
 #: Counts of microbatches that are tried, as parts of the number of samples: on most budgets, and on the smallest.
 _PARTS, _FEW_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25), (1.0, 0.5, 0.25)
@@ -38,11 +40,12 @@ _PARTS, _FEW_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25), (1.0, 0.5, 0.25)
 FEWEST_PER_RANK = 0.25
 #: Microbatches that stand before the largest one, as parts of all; the best depends on memory and on the encoder.
 _SHARES_BEFORE_LARGEST = (0.3, 0.6, 0.15, 0.45)
-NUM_ORDERS = len(_SHARES_BEFORE_LARGEST)
+#: What is large, in mean microbatches, and over which part of the others the large ones are spread.
+_LARGE, _SPREADS = 2.0, ((0.3, 0.7), (0.0, 0.6))
 #: Start temperature of the annealing, as a part of the iteration time.
-START_TEMPERATURE = 0.003
+START_TEMPERATURE = 0.0005
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
-FEW, FEW_SHARE = 0.4, 0.65
+FEW, FEW_SHARE = 0.4, 0.3
 #: Budgets below so many evaluations have no room for the slower starts, and for all counts.
 _SMALL_BUDGET, _SMALLEST_BUDGET = 100, 30
 
@@ -74,11 +77,12 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
             start = level.start(0, together=True)
             tried.append((search.seconds(start), len(tried), start))
             best_level = level if min(tried)[2] is start else best_level
-    play(level.start(order) for level in (levels if thorough else [best_level]) for order in range(1, NUM_ORDERS))
+    looked_at = levels if thorough else [best_level]
+    play(level.start(order) for level in looked_at for order in range(1, level.num_orders))
     play(
         level.start(order, together=True)
-        for level in (levels if thorough else [best_level])
-        for order in range(NUM_ORDERS)
+        for level in looked_at
+        for order in range(level.num_orders)
         if level.has_giants
     )
     if thorough:
@@ -141,7 +145,9 @@ class _Level:
     """Samples leveled jointly over a number of microbatches, which stand in several orders.
 
     Small ones are at both ends. Large ones stand beside each other, after different parts of them, so that what one
-    costs its neighbours is paid once.
+    costs its neighbours is paid once, or are spread among the others, which then fill the time that ranks wait for a
+    large one. A frozen encoder is done with a microbatch once it has encoded it, so encoder and language model are two
+    machines in a row, and the first order is the best there is for two (`flow_shop_order`).
     """
 
     def __init__(self, work: SampleWork, count: int) -> None:
@@ -149,8 +155,32 @@ class _Level:
         self._microbatch, self._count = level_jointly(work, count)
         loads = normalised_loads(work)
         llm = np.bincount(self._microbatch, weights=loads[:, 1], minlength=self._count)
-        self._rising = np.argsort(llm, kind="stable")
+        rising = np.argsort(llm, kind="stable")
+        before = [np.diff(np.floor(np.arange(self._count + 1) * share)) > 0 for share in _SHARES_BEFORE_LARGEST]
+        self._orders = [np.concatenate([rising[is_before], rising[~is_before][::-1]]) for is_before in before]
+        seconds, base = self._busiest_seconds(), self._orders[-1]
+        if _encodes_without_gradients(work.shape):
+            base = flow_shop_order(*seconds)
+            self._orders.insert(0, base)
+        size = np.maximum(*seconds)
+        is_large = size > _LARGE * max(values.mean() for values in seconds)
+        if is_large.any() and not is_large.all():
+            self._orders += [spread_large(base, size, is_large, *between) for between in _SPREADS]
         self._spread = media_spread(work, loads[:, 0] * self._count)
+
+    def _busiest_seconds(self) -> tuple[FloatArray, FloatArray]:
+        """[count] seconds of each microbatch on the busiest encoder stage and on the busiest language-model stage."""
+        media, llm = self._work.media_stage_seconds, self._work.llm_stage_seconds
+        of_media = self._microbatch[self._work.costs.media_sample]
+        encoder = media[media.sum(axis=1).argmax()] if len(media) else np.zeros(len(of_media))
+        return (
+            np.bincount(of_media, encoder, self._count).astype(np.float64),
+            np.bincount(self._microbatch, llm[llm.sum(axis=1).argmax()], self._count).astype(np.float64),
+        )
+
+    @property
+    def num_orders(self) -> int:
+        return len(self._orders)
 
     @property
     def has_giants(self) -> bool:
@@ -158,13 +188,43 @@ class _Level:
         return bool(self._spread.any())
 
     def start(self, order: int, *, together: bool = False) -> Layout:
-        """With one of `NUM_ORDERS` orders; `together` keeps all media items of every sample in its microbatch."""
-        before = np.diff(np.floor(np.arange(self._count + 1) * _SHARES_BEFORE_LARGEST[order])) > 0
-        places = np.concatenate([self._rising[before], self._rising[~before][::-1]])
-        layout = Layout.together(self._work, np.argsort(places)[self._microbatch])
+        """With one of `num_orders` orders; `together` keeps all media items of every sample in its microbatch."""
+        layout = Layout.together(self._work, np.argsort(self._orders[order])[self._microbatch])
         if together or not self.has_giants:
             return layout
         return replace(layout, media=np.maximum(layout.media - self._spread, 0))
+
+
+def flow_shop_order(first_seconds: FloatArray, second_seconds: FloatArray) -> IntArray:
+    """Jobs in the order that two machines in a row finish soonest (Johnson 1954).
+
+    Those that are shorter on the first machine go first, shortest there first; then the others, longest on the second
+    machine first.
+
+    Args:
+        first_seconds, second_seconds: [n] of each job on either machine.
+    """
+    shorter = first_seconds <= second_seconds
+    return np.lexsort((np.where(shorter, first_seconds, -second_seconds), ~shorter))
+
+
+def spread_large(order: IntArray, size: FloatArray, is_large: NDArray[np.bool_], first: float, last: float) -> IntArray:
+    """An order with its large jobs evenly spread over a part of the others' work.
+
+    Args:
+        order: [n] of jobs, some of them large, some not.
+        size: [n] of each job.
+        is_large: [n].
+        first, last: where the part begins and ends, 0 to 1.
+    """
+    small, large = order[~is_large[order]], order[is_large[order]]
+    done = np.cumsum(size[small])
+    wanted = first + (last - first) * (np.arange(len(large)) + 0.5) / len(large)
+    return np.insert(small, np.searchsorted(done, wanted * done[-1]), large)
+
+
+def _encodes_without_gradients(shape: PipelineShape) -> bool:
+    return shape.num_encoders > 0 and not any(shape.encoder_has_backward(e) for e in range(shape.num_encoders))
 
 
 def media_spread(work: SampleWork, encoder_load: FloatArray) -> IntArray:

@@ -1,6 +1,6 @@
 """`iteration_ticks` for the common cases, three to six times as fast.
 
-They are `eager`, and `zero_bubble` where all stages have a memory limit.
+They are `eager`, `eager_split`, and `zero_bubble` where all stages have a memory limit.
 
 `unit_kernel.py` says what the units are, `eager_kernel.py` plays them; a test holds the answer to the general one's.
 
@@ -18,11 +18,14 @@ from entrain_opt.assigner.pipeline_columns import (
     FIRST_STAGE,
     FIXED_BACKWARD,
     FIXED_FORWARD,
+    FIXED_SPLIT,
     FIXED_TRANSFER,
     INFEASIBLE,
     NUM_STAGES,
     PATCHES_LIMIT,
     SPLIT_BACKWARD,
+    SPLIT_FOR_WAITING,
+    SPLIT_PERMILLE,
     TOKENS_LIMIT,
     WEIGHT_PERMILLE,
 )
@@ -60,8 +63,8 @@ def eager_ticks(
     width = num_llm
     for encoder in range(len(encoders)):
         width = max(width, unit_first[encoder + 1] - unit_first[encoder])
-    # Durations: [forward, backward, transfer, weight gradients] of every unit on every stage.
-    ticks = np.empty((4, num_stages, width), dtype=np.int64)
+    # Durations: [forward, backward, transfer, weight gradients, backward without these] of every unit on every stage.
+    ticks = np.empty((5, num_stages, width), dtype=np.int64)
     for stage in range(num_stages):
         ticks[0, stage, :] = stage_costs[stage, FIXED_FORWARD]
         ticks[1, stage, :] = stage_costs[stage, FIXED_BACKWARD]
@@ -90,14 +93,15 @@ def eager_ticks(
             for unit in range(width):
                 by_items = ticks[1, stage, unit] - stage_costs[stage, FIXED_BACKWARD]
                 ticks[3, stage, unit] = by_items * stage_costs[stage, WEIGHT_PERMILLE] // 1000
-                ticks[1, stage, unit] -= ticks[3, stage, unit]
+                more = by_items * stage_costs[stage, SPLIT_PERMILLE] // 1000 + stage_costs[stage, FIXED_SPLIT]
+                ticks[4, stage, unit] = ticks[1, stage, unit] - ticks[3, stage, unit] + more
     microbatch = np.empty(len(unit_amount) + num_llm, dtype=np.int64)
     microbatch[: len(unit_amount)] = unit_microbatch
     for i in range(num_microbatches):
         if llm_unit[i] != NONE:
             microbatch[len(unit_amount) + llm_unit[i]] = i
     ticks_played = play_eager(
-        ticks, splits, stages, encoders, first_llm, microbatch, llm_amount, unit_first, unit_amount, pair_first,
-        pair_llm, source_first, sources,
+        ticks, splits, settings[SPLIT_FOR_WAITING] != 0, stages, encoders, first_llm, microbatch, llm_amount,
+        unit_first, unit_amount, pair_first, pair_llm, source_first, sources,
     )  # fmt: skip
     return float(ticks_played) if ticks_played >= 0 else INFEASIBLE

@@ -1,4 +1,4 @@
-"""The list scheduler's loop for `eager`, and `zero_bubble` in limited memory.
+"""The list scheduler's loop for `eager`, `eager_split`, and `zero_bubble` in limited memory.
 
 The rules are those of `schedule/kernel.py`, to the tick, with what these cases do not need left out: no windows, a
 backward is ready when its gradient is there, and where memory is limited every encoder unit has one consumer. A test
@@ -55,16 +55,17 @@ _NEXT, _EXIT, _NOWHERE = range(3)
 
 @compiled
 def play_eager(
-    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, first_llm: int, microbatch: IntArray,
-    llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
-    source_first: IntArray, sources: IntArray,
+    ticks: IntArray, splits: bool, splits_for_waiting: bool, stages: IntArray, encoders: IntArray, first_llm: int,
+    microbatch: IntArray, llm_amount: IntArray, unit_first: IntArray, unit_amount: IntArray, pair_first: IntArray,
+    pair_llm: IntArray, source_first: IntArray, sources: IntArray,
 ) -> int:  # fmt: skip
     """Run everything; returns the last tick, or -1 where something could not run.
 
     Args:
-        ticks: [4, S, units] forward, backward (of inputs only where it is split), transfer and weight gradients of
-            every unit on every stage.
+        ticks: [5, S, units] forward, whole backward, transfer, weight gradients and backward without these of every
+            unit on every stage.
         splits: whether weight gradients may run on their own, when nothing else can.
+        splits_for_waiting: only of backwards whose gradients go to a rank without another to run.
         stages, encoders: as in `iteration_ticks`.
         first_llm: the first language-model stage.
         microbatch: [units + num_llm] of each encoder unit and each language-model unit.
@@ -111,33 +112,34 @@ def play_eager(
     running, running_stage = np.full(num_ranks, NONE, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     finish, was_backward = np.full(num_ranks, NEVER, dtype=np.int64), np.zeros(num_ranks, dtype=np.uint8)
     # Ranks that may have something to start.
-    is_touched, touched = np.ones(num_ranks, dtype=np.uint8), np.arange(num_ranks)
+    is_touched = np.ones(num_ranks, dtype=np.uint8)
     arrivals = np.empty((2 * num_stages * width + 2 * len(pair_llm) + 1, 2), dtype=np.int64)
     return _run(
-        ticks, splits, stages, encoders, routes, state, num_ready, lowest, held, turns, missing, rank_of, first_stage,
-        next_stage, pending, queue, running, running_stage, finish, was_backward, is_touched, touched, arrivals,
-        first_llm, microbatch, llm_amount, unit_first, unit_amount, pair_first, pair_llm, source_first, sources,
-        expected,
+        ticks, splits, splits_for_waiting, stages, encoders, routes, state, num_ready, lowest, held, turns, missing,
+        rank_of, first_stage, next_stage, pending, queue, running, running_stage, finish, was_backward, is_touched,
+        arrivals, first_llm, microbatch, llm_amount, unit_first, unit_amount, pair_first, pair_llm, source_first,
+        sources, expected,
     )  # fmt: skip
 
 
 @borrowing
 def _run(
-    ticks: IntArray, splits: bool, stages: IntArray, encoders: IntArray, routes: IntArray, state: ByteArray,
-    num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray, rank_of: IntArray,
-    first_stage: IntArray, next_stage: IntArray, pending: IntArray, queue: IntArray, running: IntArray,
-    running_stage: IntArray, finish: IntArray, was_backward: ByteArray, is_touched: ByteArray, touched: IntArray,
+    ticks: IntArray, splits: bool, splits_for_waiting: bool, stages: IntArray, encoders: IntArray, routes: IntArray,
+    state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray, missing: IntArray,
+    rank_of: IntArray, first_stage: IntArray, next_stage: IntArray, pending: IntArray, queue: IntArray,
+    running: IntArray, running_stage: IntArray, finish: IntArray, was_backward: ByteArray, is_touched: ByteArray,
     arrivals: IntArray, first_llm: int, microbatch: IntArray, llm_amount: IntArray, unit_first: IntArray,
     unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray,
     expected: int,
 ) -> int:  # fmt: skip
     """The loop over time; `expected` operations in all."""
     num_ranks, width = len(finish), ticks.shape[2]
-    num_touched, num_arrivals = num_ranks, 0
+    num_arrivals = 0
     now = 0
     while True:
-        for i in range(num_touched):
-            rank = touched[i]
+        for rank in range(num_ranks):
+            if not is_touched[rank] or running[rank] != NONE:
+                continue
             is_touched[rank] = 0
             kind, unit, stage = _BACKWARD, NONE, first_stage[rank]
             if next_stage[stage] != NONE:
@@ -165,23 +167,22 @@ def _run(
                 was_backward[rank] = kind
                 running[rank], running_stage[rank] = 3 * unit + kind, stage
                 finish[rank] = now + ticks[kind, stage, unit]
-                if splits and kind == _BACKWARD:
+                if splits and kind == _BACKWARD and ticks[4, stage, unit] < ticks[1, stage, unit]:
                     kept = kept_amount(amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit))
                     limit = stages[stage, LIMIT]
-                    if (limit == NONE or held[stage, AMOUNT] + kept <= limit) and _returns_gradients(
-                        stages, encoders, routes, unit_first, source_first, sources, stage, unit
-                    ):
+                    if (limit == NONE or held[stage, AMOUNT] + kept <= limit) and _is_worth_splitting(
+                        splits_for_waiting, stages, encoders, routes, num_ready, rank_of, first_stage, next_stage,
+                        unit_first, source_first, sources, stage, unit,
+                    ):  # fmt: skip
+                        finish[rank] = now + ticks[4, stage, unit]
                         held[stage, AMOUNT] += kept
                         pending[queue[rank, 1], 0], pending[queue[rank, 1], 1] = stage, unit
                         queue[rank, 1] += 1
-                    else:
-                        finish[rank] += ticks[3, stage, unit]
             elif queue[rank, 0] < queue[rank, 1]:
                 stage, unit = pending[queue[rank, 0], 0], pending[queue[rank, 0], 1]
                 queue[rank, 0] += 1
                 running[rank], running_stage[rank] = 3 * unit + _WEIGHT, stage
                 finish[rank] = now + ticks[3, stage, unit]
-        num_touched = 0
         following = NEVER
         for rank in range(num_ranks):
             following = min(following, finish[rank])
@@ -195,7 +196,7 @@ def _run(
                 continue
             stage, unit, kind = running_stage[rank], running[rank] // 3, running[rank] % 3
             running[rank], finish[rank] = NONE, NEVER
-            num_touched = _touch(running, is_touched, touched, num_touched, rank)
+            is_touched[rank] = 1
             is_limited = stages[stage, LIMIT] != NONE
             if kind == _WEIGHT:
                 if is_limited:
@@ -216,14 +217,14 @@ def _run(
                             missing[target] -= 1
                             if missing[target] == 0:
                                 _ready(state, num_ready, lowest, 0, first_llm, target)
-                                num_touched = _touch(running, is_touched, touched, num_touched, rank_of[first_llm])
+                                is_touched[rank_of[first_llm]] = 1
                 elif route == _NEXT:
                     if late:
                         operation = ((stage + 1) * width + unit) * 2
                         num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                     else:
                         _ready(state, num_ready, lowest, 0, stage + 1, unit)
-                        num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage + 1])
+                        is_touched[rank_of[stage + 1]] = 1
                 elif stages[stage, HAS_BACKWARD]:
                     _ready(state, num_ready, lowest, 1, stage, unit)
                 continue
@@ -250,7 +251,7 @@ def _run(
                             num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                         else:
                             _ready(state, num_ready, lowest, 1, last, target)
-                            num_touched = _touch(running, is_touched, touched, num_touched, rank_of[last])
+                            is_touched[rank_of[last]] = 1
             elif route == _NEXT:
                 late = ticks[2, stage - 1, unit]
                 if late:
@@ -258,7 +259,7 @@ def _run(
                     num_arrivals = push(arrivals, num_arrivals, now + late, operation)
                 else:
                     _ready(state, num_ready, lowest, 1, stage - 1, unit)
-                    num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage - 1])
+                    is_touched[rank_of[stage - 1]] = 1
         while num_arrivals and arrivals[0, 0] == now:
             operation = arrivals[0, 1]
             num_arrivals = pop(arrivals, num_arrivals)
@@ -269,7 +270,7 @@ def _run(
                 if missing[unit]:
                     continue
             _ready(state, num_ready, lowest, kind, stage, unit)
-            num_touched = _touch(running, is_touched, touched, num_touched, rank_of[stage])
+            is_touched[rank_of[stage]] = 1
     return now if expected == 0 else -1
 
 
@@ -318,15 +319,6 @@ def _ready(state: ByteArray, num_ready: IntArray, lowest: IntArray, kind: int, s
     state[kind, stage, unit] = READY
     num_ready[kind, stage] += 1
     lowest[kind, stage] = min(lowest[kind, stage], unit)
-
-
-@inlined
-def _touch(running: IntArray, is_touched: ByteArray, touched: IntArray, num_touched: int, rank: int) -> int:
-    if running[rank] != NONE or is_touched[rank]:
-        return num_touched
-    is_touched[rank] = 1
-    touched[num_touched] = rank
-    return num_touched + 1
 
 
 @inlined
@@ -412,19 +404,40 @@ def _take(
         advance(turns, held, stage, OPEN, UNSTARTED)
 
 
-@inlined
-def _returns_gradients(
-    stages: IntArray, encoders: IntArray, routes: IntArray, unit_first: IntArray, source_first: IntArray,
+@borrowing
+def _is_worth_splitting(
+    splits_for_waiting: bool, stages: IntArray, encoders: IntArray, routes: IntArray, num_ready: IntArray,
+    rank_of: IntArray, first_stage: IntArray, next_stage: IntArray, unit_first: IntArray, source_first: IntArray,
     sources: IntArray, stage: int, unit: int,
 ) -> bool:  # fmt: skip
-    """Whether a unit's backward hands gradients on; only then are there weight gradients apart from them."""
+    """Whether a unit's backward hands gradients on, to a rank that waits for them if only these are to be split."""
     if routes[stage, BACKWARD_ROUTE] != _EXIT:
-        return routes[stage, BACKWARD_ROUTE] == _NEXT
-    found = False
+        if routes[stage, BACKWARD_ROUTE] != _NEXT:
+            return False
+        return not splits_for_waiting or _waits(num_ready, rank_of, first_stage, next_stage, stage, stage - 1)
     for i in range(source_first[unit], source_first[unit + 1]):
         encoder = 0
         while sources[i] >= unit_first[encoder + 1]:
             encoder += 1
         last = encoders[encoder, FIRST_STAGE] + encoders[encoder, NUM_STAGES] - 1
-        found = found or stages[last, HAS_BACKWARD] != 0
-    return found
+        if stages[last, HAS_BACKWARD] and (
+            not splits_for_waiting or _waits(num_ready, rank_of, first_stage, next_stage, stage, last)
+        ):
+            return True
+    return False
+
+
+@borrowing
+def _waits(
+    num_ready: IntArray, rank_of: IntArray, first_stage: IntArray, next_stage: IntArray, stage: int, upstream: int
+) -> bool:
+    """Whether the rank of a stage before this one is another and has no backward to run."""
+    rank = rank_of[upstream]
+    if rank == rank_of[stage]:
+        return False
+    other = first_stage[rank]
+    while other != NONE:
+        if num_ready[1, other]:
+            return False
+        other = next_stage[other]
+    return True

@@ -20,7 +20,7 @@ from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns as c
 from entrain_opt.schedule.dispatch import pipeline_arrays
 from entrain_opt.schedule.graph import work_graph
-from entrain_opt.schedule.orders import TIMED_ORDERS, even_ticks, fixed_rule, memory_limits
+from entrain_opt.schedule.orders import SPLITTING_ORDERS, TIMED_ORDERS, even_ticks, fixed_rule, memory_limits
 from entrain_opt.schedule.work import ReplicaWork
 
 #: All work of a replica has this many ticks.
@@ -57,6 +57,9 @@ class Evaluator:
         stage_costs[:, p.FIXED_BACKWARD] = self._ticks(fixed[1])
         stage_costs[:, p.FIXED_TRANSFER] = self._ticks(np.full(shape.num_stages, stages.send_fixed_seconds))
         stage_costs[:, p.WEIGHT_PERMILLE] = np.rint(1000 * np.array(stages.weight_gradient_share))
+        split = np.array([stages.split_costs(stage) for stage in range(shape.num_stages)])
+        stage_costs[:, p.SPLIT_PERMILLE] = np.rint(1000 * split[:, 0])
+        stage_costs[:, p.FIXED_SPLIT] = self._ticks(split[:, 1])
         stage_costs[:, p.EVEN] = even_ticks(shape)
         # The order's rule and the stages' limits are those of every schedule; units come with each placement.
         no_units = work_graph(ReplicaWork(encoder_units=(), llm_units=(), num_microbatches=0), shape)
@@ -75,7 +78,7 @@ class Evaluator:
         )
         self._settings = _settings(shape, order)
         # The common cases have an evaluation of their own.
-        as_eager = order == "eager" or (order == "zero_bubble" and None not in shape.stage_limits)
+        as_eager = order in ("eager", "eager_split") or (order == "zero_bubble" and None not in shape.stage_limits)
         self._rules = None if as_eager and not general else template.rules
         self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
         weights = np.sqrt(normalised_loads(work).max(axis=1))
@@ -151,5 +154,6 @@ def _settings(shape: PipelineShape, order: str) -> IntArray:
     settings[p.PATCHES_LIMIT] = c.NONE if shape.patches_limit is None else shape.patches_limit
     settings[p.TOKENS_LIMIT] = c.NONE if shape.tokens_limit is None else shape.tokens_limit
     settings[p.TIMED] = order in TIMED_ORDERS
-    settings[p.SPLIT_BACKWARD] = order == "zero_bubble"
+    settings[p.SPLIT_BACKWARD] = order in SPLITTING_ORDERS
+    settings[p.SPLIT_FOR_WAITING] = order == "eager_split"
     return settings

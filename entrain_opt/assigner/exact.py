@@ -30,6 +30,7 @@ from entrain_opt.assigner.layout import Layout
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.errors import SolverError
+from entrain_opt.schedule.orders import SPLITTING_ORDERS
 
 #: How far above the lower bound an answer is good enough, as a part of it.
 TOLERANCE = 0.03
@@ -134,7 +135,7 @@ def solve_exact(
 
     from entrain_opt.assigner.exact_model import PipelineModel
 
-    split = settings.schedule == "zero_bubble"
+    split = settings.schedule in SPLITTING_ORDERS
     most_units = scope.count * (scope.count + 1) // 2 if work.shape.num_encoders else scope.count
     ticks = to_ticks(work, split=split, longest_seconds=best.seconds, most_units=most_units)
     order = "eager" if settings.schedule in ("interleaved", "search") else settings.schedule

@@ -19,11 +19,13 @@ from entrain_opt.assigner.pipeline_columns import (
     FIRST_STAGE,
     FIXED_BACKWARD,
     FIXED_FORWARD,
+    FIXED_SPLIT,
     FIXED_TRANSFER,
     INFEASIBLE,
     NUM_STAGES,
     PATCHES_LIMIT,
     SPLIT_BACKWARD,
+    SPLIT_PERMILLE,
     TIMED,
     TOKENS_LIMIT,
     WEIGHT_PERMILLE,
@@ -80,10 +82,10 @@ def iteration_ticks(
         tokens: [N].
         media_ticks: [3, encoder stages, M] forward, backward and transfer.
         sample_ticks: [3, language-model stages, N] the same.
-        stage_costs: [S, 5] ticks per unit, which part of a backward is weight gradients, and even ticks.
+        stage_costs: [S, 7] see `pipeline_columns.py`.
         encoders: [E, 3].
         stages, rules: templates for `play`, without slots and turns.
-        settings: [4] limits and what the order follows.
+        settings: [5] limits and what the order follows.
     """
     llm_unit, llm_amount = llm_units(llm_microbatch, num_microbatches, tokens)
     num_llm = len(llm_amount)
@@ -125,10 +127,11 @@ def iteration_ticks(
     if settings[TIMED]:
         orders, _, _, end = play(rules, stages, slots, turns, links, turn_of_llm, durations, transfer)
         return float(_largest(end)) if _num_passes(orders, count) == expected else INFEASIBLE
-    missing, even = np.ones(3 * count, dtype=np.int64), np.empty(3 * count, dtype=np.int64)
+    missing, even = np.ones(3 * count, dtype=np.int64), np.empty(4 * count, dtype=np.int64)
     missing[: 2 * count] = 0
     for slot in range(count):
-        even[slot] = even[count + slot] = even[2 * count + slot] = stage_costs[slots[slot, STAGE], EVEN]
+        for kind in range(4):
+            even[kind * count + slot] = stage_costs[slots[slot, STAGE], EVEN]
         for i in range(slots[slot, FORWARD], slots[slot, FORWARD_END]):
             missing[links[i]] += 1
         missing[count + slot] = 1 + slots[slot, FORWARD_END] - slots[slot, FORWARD]
@@ -265,9 +268,9 @@ def _durations(
     encoders: IntArray, llm_unit: IntArray, llm_microbatch: IntArray, media_ticks: IntArray, sample_ticks: IntArray,
     stage_costs: IntArray, settings: IntArray,
 ) -> tuple[IntArray, IntArray]:  # fmt: skip
-    """[3 * n] ticks of the operations and [n] of the transfers; marks the slots whose backward is split."""
+    """[4 * n] ticks as for `run_pipeline` and [n] of the transfers; marks the slots whose backward may be split."""
     count = len(slots)
-    durations, transfer = np.zeros(3 * count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    durations, transfer = np.zeros(4 * count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for item in range(len(media)):
         encoder = media[item, ENCODER]
         first = encoders[encoder, FIRST_STAGE]
@@ -288,8 +291,10 @@ def _durations(
         if settings[SPLIT_BACKWARD] and slots[slot, BACKWARD_END] > slots[slot, BACKWARD]:
             slots[slot, SPLIT] = SPLITS
             weights = durations[count + slot] * stage_costs[stage, WEIGHT_PERMILLE] // 1000
+            more = durations[count + slot] * stage_costs[stage, SPLIT_PERMILLE] // 1000
             durations[2 * count + slot] = weights
-            durations[count + slot] -= weights
+            durations[3 * count + slot] = durations[count + slot] - weights + more
+            durations[3 * count + slot] += stage_costs[stage, FIXED_BACKWARD] + stage_costs[stage, FIXED_SPLIT]
         durations[slot] += stage_costs[stage, FIXED_FORWARD]
         durations[count + slot] += stage_costs[stage, FIXED_BACKWARD]
         transfer[slot] += stage_costs[stage, FIXED_TRANSFER]

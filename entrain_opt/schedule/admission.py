@@ -12,8 +12,8 @@
   encoder hold a subset of what one of these holds.
   A language-model stage needs no such care: what it holds always runs on to the loss and comes back.
 - *Split backwards*: until its weight gradients are done, a unit holds its activations and the gradients they need
-  (`columns.KEPT_PERCENT`). Where those do not fit, its backward runs whole. Weight gradients wait for nothing, so what
-  they hold can always be let go.
+  (`columns.KEPT_PERCENT`). Where those do not fit, its backward runs whole; so it does where its weight gradients take
+  no longer than splitting costs. Weight gradients wait for nothing, so what they hold can always be let go.
 - *No overtaking*: a ready unit that memory refuses is not overtaken by later ones of its stage, except by those that
   the oldest unfinished microbatch waits for. Small units that slip past a giant would keep it waiting for ever new
   ones; where a search orders the microbatches, iterations are 5 % shorter this way on heavy-tailed data.
@@ -46,7 +46,8 @@ class Rule:
         depth: per stage, the language-model microbatches it may work ahead; None is unlimited.
         entry_limit: per stage, units of its module in flight on its rank above which none may enter this stage; None
             is unlimited. Only for the first stage of a module on a rank.
-        split: [slots] whose weight gradients run on their own, when nothing else can.
+        split: [slots] whose weight gradients may run on their own, when nothing else can.
+        split_for_waiting: only those backwards are split whose gradients go to a rank without another backward to run.
         weight_limit: units per stage in flight until their weight gradients are done; None is unlimited.
         first: of a ready backward and a ready forward, which goes first: "backward", "forward", or "alternate" (a
             backward, unless the rank ran one last).
@@ -60,6 +61,7 @@ class Rule:
     depth: list[int | None]
     entry_limit: list[int | None]
     split: list[bool]
+    split_for_waiting: bool = False
     weight_limit: int | None = None
     first: str = "alternate"
     phases: bool = False

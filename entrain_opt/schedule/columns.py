@@ -22,8 +22,8 @@ NONE = -1
 #: arrived at the matrix products and norms. Measured 55 to 58 for Llama's layers.
 KEPT_PERCENT = 60
 
-# Rules: [6]. Which of a ready backward and a ready forward goes first, and the rest of `admission.Rule`.
-FIRST, WEIGHT_LIMIT, PHASES, FIRST_LLM_STAGE, NUM_RANKS, NUM_RULES = range(6)
+# Rules: [7]. Which of a ready backward and a ready forward goes first, and the rest of `admission.Rule`.
+FIRST, WEIGHT_LIMIT, PHASES, SPLIT_FOR_WAITING, FIRST_LLM_STAGE, NUM_RANKS, NUM_RULES = range(7)
 ALTERNATE, BACKWARD_FIRST, FORWARD_FIRST = range(3)
 
 # Stages: [S, STAGE_COLUMNS].
@@ -33,7 +33,8 @@ STAGE_COLUMNS = 20
 
 # Slots: [n, SLOT_COLUMNS]. FORWARD, BACKWARD and TURNS are ranges of links: who needs the slot's output, who gets
 # gradients from it, which turns need it. SEQUENCE: row i of a stage names the slot that runs i-th; POSITION: its
-# reverse. SPLIT: how the backward runs; WHOLE is what the scheduler makes of SPLITS where memory is short.
+# reverse. SPLIT: how the backward runs; WHOLE is what the scheduler makes of SPLITS where that gains nothing, or where
+# memory is short.
 NOT_SPLIT, SPLITS, WHOLE = range(3)
 STAGE, AMOUNT, SPLIT, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, TURNS, TURNS_END = range(9)
 SEQUENCE, POSITION, FORWARD_KEY, BACKWARD_KEY, STARTED, MISSING_FORWARD, MISSING_BACKWARD, SLOT_COLUMNS = range(9, 17)

@@ -40,7 +40,7 @@ def dispatch(
     Args:
         graph: the work.
         rule: priorities and windows.
-        durations: [3 * slots] ticks.
+        durations: [4 * slots] ticks, see `run_pipeline`.
         transfer: [slots] ticks of its output (and of the gradient back) to another rank.
         limits: per stage, the amount it may hold; None is unlimited.
         amounts: [slots] what each slot holds while in flight.
@@ -115,6 +115,7 @@ def _rules(shape: PipelineShape, rule: Rule, limits: list[int | None]) -> IntArr
     rules = np.zeros(columns.NUM_RULES, dtype=np.int64)
     rules[columns.FIRST] = _FIRST[rule.first]
     rules[columns.WEIGHT_LIMIT] = NONE if rule.weight_limit is None else rule.weight_limit
+    rules[columns.SPLIT_FOR_WAITING] = rule.split_for_waiting
     rules[columns.PHASES] = rule.phases and all(limit is None for limit in limits)
     rules[columns.FIRST_LLM_STAGE] = shape.num_encoder_stages
     rules[columns.NUM_RANKS] = shape.num_ranks

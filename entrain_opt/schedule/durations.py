@@ -1,7 +1,8 @@
 """How long every operation of a replica takes, from the costs per item.
 
 A forward or backward takes the sum over the unit's items plus the stage's fixed part. Where the weight gradients run
-on their own, they take `weight_gradient_share` of the sum; the fixed part stays with the input gradients.
+on their own, they take `weight_gradient_share` of the sum; the fixed part, and what splitting costs, stays with the
+input gradients.
 """
 
 from __future__ import annotations
@@ -22,22 +23,28 @@ TICKS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotSeconds:
-    """[slots] seconds of each operation, and of sending a slot's output (or the gradient back) to another rank."""
+    """[slots] seconds of each operation, and of sending a slot's output (or the gradient back) to another rank.
+
+    `backward_input` is what a split backward takes but for its weight gradients; `split` is the part of it that a
+    whole backward would not take.
+    """
 
     forward: FloatArray
     backward: FloatArray
     backward_input: FloatArray
     weight: FloatArray
+    split: FloatArray
     transfer: FloatArray
 
-    def operations(self, split: set[int] | list[bool]) -> FloatArray:
+    def operations(self, split: set[int]) -> FloatArray:
         """[3 * slots] seconds of each operation, for the slots whose weight gradients run on their own."""
         is_split = np.zeros(len(self.forward), dtype=bool)
-        if isinstance(split, set):
-            is_split[list(split)] = True
-        else:
-            is_split[:] = split
+        is_split[list(split)] = True
         return np.concatenate([self.forward, np.where(is_split, self.backward_input, self.backward), self.weight])
+
+    def choices(self) -> FloatArray:
+        """[4 * slots] seconds of forwards, whole backwards, weight gradients, and backwards without these."""
+        return np.concatenate([self.forward, self.backward, self.weight, self.backward_input])
 
 
 def slot_seconds(graph: WorkGraph, costs: BatchCosts, stages: StageCosts | None = None) -> SlotSeconds:
@@ -58,15 +65,17 @@ def slot_seconds(graph: WorkGraph, costs: BatchCosts, stages: StageCosts | None 
             known[key] = sum_over_units(graph, stage, values)
         return known[key]
 
-    columns: dict[str, list[FloatArray]] = {"forward": [], "backward": [], "weight": [], "transfer": []}
+    columns: dict[str, list[FloatArray]] = {"forward": [], "backward": [], "weight": [], "split": [], "transfer": []}
     for stage in range(graph.shape.num_stages):
         backward = sums(stage, stages.backward_seconds[stage])
+        share, fixed = stages.split_costs(stage)
+        columns["split"].append(share * backward + fixed)
         columns["forward"].append(sums(stage, stages.forward_seconds[stage]) + stages.forward_fixed_seconds[stage])
         columns["backward"].append(backward + stages.backward_fixed_seconds[stage])
         columns["weight"].append(backward * stages.weight_gradient_share[stage])
         columns["transfer"].append(sums(stage, stages.send_seconds[stage]) + stages.send_fixed_seconds)
     joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-    return SlotSeconds(backward_input=joined["backward"] - joined["weight"], **joined)
+    return SlotSeconds(backward_input=joined["backward"] - joined["weight"] + joined["split"], **joined)
 
 
 def to_ticks(seconds: FloatArray, longest_seconds: float) -> NDArray[np.int64]:

@@ -50,6 +50,7 @@ from entrain_opt.schedule.columns import (
     SLOTS,
     SLOTS_END,
     SPLIT,
+    SPLIT_FOR_WAITING,
     SPLITS,
     STAGE,
     STAGE_COLUMNS,
@@ -93,8 +94,7 @@ def run_pipeline(
 
     Args:
         pipe: work and rules; not changed.
-        durations: [3 * n] ticks of forwards, backwards and weight gradients; a backward that memory does not let split
-            takes the ticks of both.
+        durations: [4 * n] ticks of forwards, whole backwards, weight gradients, and backwards without these.
         transfer: [n] ticks of a slot's output (and of the gradient back) to another rank.
 
     Returns:
@@ -150,12 +150,12 @@ def _run(
     while True:
         for rank in range(num_ranks):
             if ranks[rank, TOUCHED] and ranks[rank, RUNNING] == NONE:
-                operation = _choose(rules, stages, slots, turns, links, ranks, queues, rank)
+                operation = _choose(rules, stages, slots, turns, links, ranks, queues, durations, rank)
                 if operation != NONE:
                     ranks[rank, RUNNING] = operation
                     finish[rank] = now + durations[operation]
-                    if operation >= count and operation < 2 * count and slots[operation - count, SPLIT] == WHOLE:
-                        finish[rank] += durations[operation + count]
+                    if operation >= count and operation < 2 * count and slots[operation - count, SPLIT] == SPLITS:
+                        finish[rank] = now + durations[operation + 2 * count]
                     start[operation] = now
                     end[operation] = finish[rank]
                     rank_of_started[num_started] = rank
@@ -227,14 +227,14 @@ def _clear(matrix: IntArray, first: int, end: int) -> None:
 @inlined
 def _choose(
     rules: IntArray, stages: IntArray, slots: IntArray, turns: IntArray, links: IntArray, ranks: IntArray,
-    queues: IntArray, rank: int,
+    queues: IntArray, durations: IntArray, rank: int,
 ) -> int:  # fmt: skip
     """The next operation of a free rank, taken off its list."""
     count = len(slots)
     may = ranks[rank, NUM_READY_BACKWARD] > 0 and not (rules[PHASES] and ranks[rank, FORWARDS_LEFT])
     if may and (rules[FIRST] == BACKWARD_FIRST or (rules[FIRST] == ALTERNATE and not ranks[rank, LAST_WAS_BACKWARD])):
         ranks[rank, LAST_WAS_BACKWARD] = 1
-        return count + _take_backward(stages, slots, ranks, queues, rank)
+        return count + _take_backward(rules, stages, slots, links, ranks, queues, durations, rank)
     slot = _choose_forward(rules, stages, slots, turns, links, ranks, rank)
     if slot != NONE:
         ranks[rank, LAST_WAS_BACKWARD] = 0
@@ -243,7 +243,7 @@ def _choose(
         return slot
     if may:
         ranks[rank, LAST_WAS_BACKWARD] = 1
-        return count + _take_backward(stages, slots, ranks, queues, rank)
+        return count + _take_backward(rules, stages, slots, links, ranks, queues, durations, rank)
     if ranks[rank, WEIGHT_HEAD] < ranks[rank, WEIGHT_TAIL]:
         ranks[rank, WEIGHT_HEAD] += 1
         return 2 * count + queues[ranks[rank, WEIGHT_HEAD] - 1, 1]
@@ -251,7 +251,10 @@ def _choose(
 
 
 @inlined
-def _take_backward(stages: IntArray, slots: IntArray, ranks: IntArray, queues: IntArray, rank: int) -> int:
+def _take_backward(
+    rules: IntArray, stages: IntArray, slots: IntArray, links: IntArray, ranks: IntArray, queues: IntArray,
+    durations: IntArray, rank: int,
+) -> int:  # fmt: skip
     first, size = ranks[rank, PLACE], ranks[rank, NUM_READY_BACKWARD]
     best = first
     for i in range(first + 1, first + size):
@@ -261,8 +264,24 @@ def _take_backward(stages: IntArray, slots: IntArray, ranks: IntArray, queues: I
     queues[best, 0] = queues[first + size - 1, 0]
     ranks[rank, NUM_READY_BACKWARD] -= 1
     if slots[slot, SPLIT] == SPLITS:
-        keep_gradients(stages, slots, slot)
+        count = len(slots)
+        # What it saves the ranks that wait for its gradients.
+        saved = durations[count + slot] - durations[3 * count + slot]
+        if saved <= 0 or (rules[SPLIT_FOR_WAITING] and not _is_waited_for(stages, slots, links, ranks, slot, rank)):
+            slots[slot, SPLIT] = WHOLE
+        else:
+            keep_gradients(stages, slots, slot)
     return slot
+
+
+@inlined
+def _is_waited_for(stages: IntArray, slots: IntArray, links: IntArray, ranks: IntArray, slot: int, rank: int) -> bool:
+    """Whether gradients of a slot go to another rank that has no backward to run."""
+    for i in range(slots[slot, BACKWARD], slots[slot, BACKWARD_END]):
+        other = stages[slots[links[i], STAGE], RANK]
+        if other != rank and ranks[other, NUM_READY_BACKWARD] == 0:
+            return True
+    return False
 
 
 @inlined

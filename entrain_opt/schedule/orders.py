@@ -5,6 +5,8 @@
   Uniform: the textbook order, (K + P - 1)(f + b).
 - `gpipe`: every forward of a rank, then its backwards. With memory limits, backwards start where memory ends.
 - `eager`: like 1f1b, but as many forwards ahead as the memory in tokens and patches allows.
+- `eager_split`: like eager, and a backward is split where its gradients go to a rank that has no other backward to run.
+  Most of what zero_bubble gains with a part of its splits, for splitting a backward costs time.
 - `interleaved`: for several stages (chunks) of a rank; microbatches enter in groups of one per rank, all chunks of a
   group before the next group. Uniform: K(f + b) + (P - 1)(f + b) / chunks.
 - `zero_bubble`: the backward is split, and weight gradients fill the time in which a rank would wait. Uniform with
@@ -13,9 +15,9 @@
   room for the gradients that this keeps.
 - `search`: the list scheduler's priorities improved by a search (search.py); never slower than the others.
 
-All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager` and `zero_bubble`
-follow the predicted durations when costs are given; the others count a microbatch as equally long on every rank
-(`even_ticks`), so their orders do not depend on the costs (only the memory limits do).
+All come from one list scheduler (dispatch.py) and differ in priorities and limits only. `eager`, `eager_split` and
+`zero_bubble` follow the predicted durations when costs are given; the others count a microbatch as equally long on
+every rank (`even_ticks`), so their orders do not depend on the costs (only the memory limits do).
 
 Promise: every action once, dependencies and memory limits kept, no deadlock, same inputs, same answer.
 """
@@ -40,10 +42,12 @@ from entrain_opt.schedule.work import ReplicaWork
 
 IntArray = NDArray[np.int64]
 
-FIXED_ORDERS = ("1f1b", "gpipe", "eager", "interleaved", "zero_bubble")
+FIXED_ORDERS = ("1f1b", "gpipe", "eager", "eager_split", "interleaved", "zero_bubble")
 ORDERS = (*FIXED_ORDERS, "search")
+#: Orders that run weight gradients on their own.
+SPLITTING_ORDERS = ("eager_split", "zero_bubble")
 #: Orders that follow the predicted durations.
-TIMED_ORDERS = ("eager", "zero_bubble")
+TIMED_ORDERS = ("eager", *SPLITTING_ORDERS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,16 +98,17 @@ def fixed_order(
     rule = fixed_rule(graph, order)
     limits, amounts = memory_limits(graph, costs)
     if order in TIMED_ORDERS and (seconds is not None or costs is not None):
-        durations, transfer = timed_ticks(graph, rule, seconds or slot_seconds(graph, costs))  # type: ignore[arg-type]
+        durations, transfer = timed_ticks(seconds or slot_seconds(graph, costs))  # type: ignore[arg-type]
     else:
-        durations = np.tile(np.array(even_ticks(graph.shape))[graph.slot_stage], 3)
+        even = np.array(even_ticks(graph.shape))[graph.slot_stage]
+        durations = np.concatenate([even, 2 * even if order in SPLITTING_ORDERS else even, even, even])
         transfer = np.zeros(graph.num_slots, dtype=np.int64)
     return dispatch(graph, rule, durations=durations, transfer=transfer, limits=limits, amounts=amounts)
 
 
-def timed_ticks(graph: WorkGraph, rule: Rule, seconds: SlotSeconds) -> tuple[IntArray, IntArray]:
+def timed_ticks(seconds: SlotSeconds) -> tuple[IntArray, IntArray]:
     """Ticks of each operation and transfer for the list scheduler."""
-    operations = seconds.operations(rule.split)
+    operations = seconds.choices()
     longest = float(max(operations.max(initial=0.0), seconds.transfer.max(initial=0.0)))
     return to_ticks(operations, longest), to_ticks(seconds.transfer, longest)
 
@@ -171,17 +176,18 @@ def fixed_rule(graph: WorkGraph, order: str) -> Rule:
         forward_key = sort_places(turns // group, chunk, turns % group)
         backward_key = sort_places(turns // group, -chunk, turns % group)
         entry_limit = _entry_limits(shape)
-    split = order == "zero_bubble"
-    limited = split and None not in shape.stage_limits
+    split = order in SPLITTING_ORDERS
+    unwindowed = order in ("gpipe", "eager", "eager_split") or (split and None not in shape.stage_limits)
     return Rule(
         llm_order=list(range(graph.num_llm_units)),
         encoder_orders=[list(range(len(rows))) for rows in graph.encoder_consumers],
         forward_key=forward_key,
         backward_key=backward_key,
-        depth=unlimited if order in ("gpipe", "eager") or limited else depths,
+        depth=unlimited if unwindowed else depths,
         entry_limit=entry_limit,
         split=(split & (graph.backward_targets.sizes > 0)).tolist(),
-        weight_limit=max(stage_depths(shape)) if split and not limited else None,
+        split_for_waiting=order == "eager_split",
+        weight_limit=max(stage_depths(shape)) if split and not unwindowed else None,
         first="forward" if order == "gpipe" else "alternate",
         phases=order == "gpipe",
     )

@@ -31,6 +31,7 @@ from entrain_opt.schedule.durations import SlotSeconds, slot_seconds
 from entrain_opt.schedule.graph import WorkGraph, split_slots, work_graph
 from entrain_opt.schedule.orders import (
     FIXED_ORDERS,
+    SPLITTING_ORDERS,
     ReplicaSchedule,
     fixed_order,
     memory_limits,
@@ -83,7 +84,7 @@ def search_schedule(
         raise ScheduleError("costs: order 'search' needs the batch costs to compare schedules, found None.")
     graph = work_graph(work, shape)
     search = _Search(graph, costs, slot_seconds(graph, costs), evaluations, random.Random(seed))
-    names = [name for name in FIXED_ORDERS if split_backward or name != "zero_bubble"]
+    names = [name for name in FIXED_ORDERS if split_backward or name not in SPLITTING_ORDERS]
     spans = [search.try_orders(fixed_order(graph, name, costs, search.seconds)) for name in names]
     best_fixed = min(range(len(names)), key=spans.__getitem__)
     if graph.num_llm_units:
@@ -124,7 +125,7 @@ class _Search:
 
     def try_rule(self, style: _Style, llm_order: list[int]) -> float:
         rule = search_rule(self.graph, llm_order, first=style.first, split=style.split, windowed=style.windowed)
-        durations, transfer = timed_ticks(self.graph, rule, self.seconds)
+        durations, transfer = timed_ticks(self.seconds)
         orders = dispatch(
             self.graph, rule, durations=durations, transfer=transfer, limits=self.limits, amounts=self.amounts
         )

@@ -102,6 +102,11 @@ def longest_chain(costs: BatchCosts, assignment: Assignment, shape: PipelineShap
     return float(max((head + seconds.forward).max(initial=0.0), back.max(initial=0.0)))
 
 
+def _least_backward(seconds: SlotSeconds) -> FloatArray:
+    """[slots] seconds until upstream gets its gradients, split or whole."""
+    return np.minimum(seconds.backward_input, seconds.backward)
+
+
 def _head(graph: WorkGraph, seconds: SlotSeconds) -> FloatArray:
     """[slots] earliest start of each forward if no rank were ever busy. Slots stand in dependency order."""
     head = [0.0] * graph.num_slots
@@ -117,7 +122,7 @@ def _backward_end(graph: WorkGraph, seconds: SlotSeconds, forward_end: FloatArra
     """[slots] earliest end of each input backward if no rank were ever busy; 0 without a backward."""
     end = [0.0] * graph.num_slots
     start = forward_end.tolist()
-    backward, transfer = seconds.backward_input.tolist(), seconds.transfer.tolist()
+    backward, transfer = _least_backward(seconds).tolist(), seconds.transfer.tolist()
     for slot in range(graph.num_slots - 1, -1, -1):
         if not graph.shape.has_backward[graph.slot_stage[slot]]:
             continue
@@ -133,7 +138,7 @@ def _tail(graph: WorkGraph, seconds: SlotSeconds, split_backward: bool) -> Float
     count = graph.num_slots
     after_backward, after_forward = [0.0] * count, [0.0] * count
     forward, transfer = seconds.forward.tolist(), seconds.transfer.tolist()
-    backward = (seconds.backward_input if split_backward else seconds.backward).tolist()
+    backward = (_least_backward(seconds) if split_backward else seconds.backward).tolist()
     has_backward = [graph.shape.has_backward[stage] for stage in graph.slot_stage]
     for slot in range(count):
         for target in graph.backward_targets[slot]:

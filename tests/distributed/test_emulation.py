@@ -75,7 +75,7 @@ def check(plans, results_of_ranks):
 
 def test_every_schedule_on_one_rank_and_on_two(tmp_path):
     folder = write_model(tmp_path / "plain")
-    schedules = ("1f1b", "gpipe", "eager", "zero_bubble", "search")
+    schedules = ("1f1b", "gpipe", "eager", "eager_split", "zero_bubble", "search")
     plans = [make_plan(folder, SPLITS[1], schedule=schedule) for schedule in schedules]
     check(plans, [emulate(plans)])
     # The iteration ends after the last action of the only rank: never before the simulator's time.

@@ -75,6 +75,7 @@ def special_cases(split):
         Case(split, schedule="gpipe"),
         Case(split, schedule="eager"),
         *(Case(split, schedule="zero_bubble", frozen=frozen) for frozen in ALL_FROZEN),
+        *(Case(split, schedule="eager_split", frozen=frozen) for frozen in ALL_FROZEN),
         Case(split, schedule="zero_bubble", tied=True),
         Case(split, schedule="search"),
         Case(split, schedule="search", frozen=("vision_tower",)),

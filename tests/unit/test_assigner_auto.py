@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from entrain_opt.assigner import assign_microbatches, place_replica, sample_work
+from entrain_opt.assigner.auto import flow_shop_order, spread_large
 from entrain_opt.assigner.evaluate import Evaluator
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assignment import BatchCosts
@@ -58,7 +60,7 @@ def with_memory(costs, *, encoder_stages=2, llm_stages=2, trained=True, room=2.0
     )
 
 
-@pytest.mark.parametrize("schedule", ["eager", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["eager", "1f1b", "eager_split", "zero_bubble"])
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("requested", [None, 8])
 def test_never_slower_than_the_policies_it_starts_from(schedule, trained, requested):
@@ -101,7 +103,7 @@ def test_the_search_finds_more_than_its_starts():
     trained=st.booleans(),
     room=st.sampled_from([1.0, 1.5, 4.0]),
     requested=st.one_of(st.none(), st.integers(1, 24)),
-    schedule=st.sampled_from(["eager", "1f1b", "gpipe", "zero_bubble"]),
+    schedule=st.sampled_from(["eager", "1f1b", "gpipe", "eager_split", "zero_bubble"]),
 )
 @policies
 def test_promises(policy, seed, num_samples, num_encoders, trained, room, requested, schedule):
@@ -288,3 +290,44 @@ def test_unknown_settings(name, message):
     costs = heavy_tailed(0, 4)
     with pytest.raises(AssignmentError, match=f"{name}: expected one of .*{message}.*found 'nonesuch'"):
         assign_microbatches(costs, SHAPE, **{name: "nonesuch"})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_flow_shop_order_is_the_best_of_two_machines(jobs):
+    def makespan(order):
+        first = second = 0
+        for job in order:
+            first += jobs[job][0]
+            second = max(first, second) + jobs[job][1]
+        return second
+
+    order = flow_shop_order(*np.array(jobs, dtype=np.float64).T)
+    assert sorted(order.tolist()) == list(range(len(jobs)))
+    assert makespan(order) == min(map(makespan, permutations(range(len(jobs)))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(12)), st.integers(1, 5), st.sampled_from([(0.3, 0.7), (0.0, 0.6), (0.5, 1.0)]))
+def test_large_ones_are_spread_and_keep_their_order(order, num_large, between):
+    order, is_large = np.array(order), np.arange(12) < num_large
+    size = np.where(is_large, 50.0, 1.0)
+    found = spread_large(order, size, is_large, *between)
+    assert found[is_large[found]].tolist() == order[is_large[order]].tolist()
+    assert found[~is_large[found]].tolist() == order[~is_large[order]].tolist()
+    # Parts of the others' work that stand before each large one: evenly spaced, up to one of the others.
+    before = np.cumsum(~is_large[found])[is_large[found]] / (12 - num_large)
+    wanted = between[0] + (between[1] - between[0]) * (np.arange(num_large) + 0.5) / num_large
+    assert np.abs(before - wanted).max() <= 1 / (12 - num_large)
+
+
+def test_a_frozen_encoder_is_ordered_as_a_flow_shop():
+    """Encoder-heavy samples last: in the order given, the language model waits for the encoder."""
+    encoder, llm = np.linspace(2.0, 0.1, 16), np.linspace(0.1, 2.0, 16)
+    costs = BatchCosts(encoder_seconds=encoder, llm_seconds=llm / 3)
+    shape = PipelineShape(encoder_stages=1, llm_stages=1, encoder_trained=False)
+    found = assign_microbatches(costs, shape, effort="least")
+    in_order = assign_microbatches(costs, shape, num_microbatches=16, policy="in_order")
+    spans = [simulate(costs, assignment, shape).makespan_seconds for assignment in (found, in_order)]
+    assert spans[0] < 0.75 * spans[1]
+    assert found.llm_microbatch[-1] == 0

@@ -19,7 +19,7 @@ from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.orders import TIMED_ORDERS
 from entrain_opt.simulator import simulate
 
-SCHEDULES = ("eager", "1f1b", "zero_bubble", "gpipe")
+SCHEDULES = ("eager", "eager_split", "1f1b", "zero_bubble", "gpipe")
 
 
 def random_case(seed):
@@ -94,6 +94,8 @@ def random_stages(generator, shape, media_encoder, num_samples):
         forward_seconds=per_item(),
         backward_seconds=backward,
         weight_gradient_share=tuple(generator.choice([0.0, 0.25, 0.5], shape.num_stages).tolist()),
+        split_share=tuple(generator.choice([0.0, 0.1, 0.3], shape.num_stages).tolist()),
+        split_fixed_seconds=tuple((0.1 * generator.random(shape.num_stages)).tolist()),
         forward_fixed_seconds=tuple((0.1 * generator.random(shape.num_stages)).tolist()),
         backward_fixed_seconds=tuple((0.1 * generator.random(shape.num_stages)).tolist()),
         send_seconds=per_item(0.1),

@@ -202,7 +202,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("schedule", ["eager", "1f1b", "gpipe", "zero_bubble", "search"])
+@pytest.mark.parametrize("schedule", ["eager", "1f1b", "gpipe", "eager_split", "zero_bubble", "search"])
 def test_never_worse_than_the_hint_and_within_the_bound(shape, schedule):
     settings = SearchSettings(schedule=schedule, effort="fast")
     for seed, num_samples, count in ((0, 4, 3), (1, 10, 5)):

@@ -12,7 +12,12 @@ from entrain_opt.errors import ScheduleError
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import FIXED_ORDERS, check_schedule, replica_work, schedule_replica
 from entrain_opt.schedule.actions import Backward, BackwardInput, BackwardWeight, Forward
+from entrain_opt.schedule.orders import SPLITTING_ORDERS
 from entrain_opt.simulator import simulate
+from entrain_opt.simulator.timeline import KINDS
+
+#: The scheduler's ticks are this near to seconds in the cases here.
+ROUNDING_SECONDS = 1e-3
 
 
 def schedule(costs, assignment, shape, order, replica=0):
@@ -92,6 +97,61 @@ def test_a_backward_is_split_where_memory_has_room_for_the_gradients_it_keeps():
         assert {type(action) for action in made.compute[1]} == kinds
         assert {type(action) for action in made.compute[0]} == {Forward, Backward}  # Nothing gets its input gradients.
         assert simulate(costs, assignment, limited, schedule=made).peak_bytes[0, 1] == (16 if limit == 16 else 10)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=cases)
+def test_eager_split_splits_for_ranks_that_wait(case):
+    costs, assignment, shape = case
+    timeline = simulate(costs, assignment, shape, schedule="eager_split")
+    events, kinds = timeline.events, [KINDS[kind] for kind in timeline.events.kind]
+    backwards = np.array([kind in ("backward", "backward_input") for kind in kinds])
+    for event in np.flatnonzero([kind == "backward_input" for kind in kinds]):
+        stage, now = int(events.stage[event]), events.start[event]
+        upstream = (
+            [stages[-1] for stages in map(shape.stages_of_encoder, range(shape.num_encoders))]
+            if stage == shape.num_encoder_stages
+            else [stage - 1]
+        )
+        ranks = {shape.ranks_of_stages[s] for s in upstream} - {int(events.rank[event])}
+        ready = backwards & (events.arrived < now - ROUNDING_SECONDS) & (events.start > now + ROUNDING_SECONDS)
+        ready &= events.replica == events.replica[event]
+        assert any(not ready[events.rank == rank].any() for rank in ranks)
+
+
+def test_eager_split_gains_with_fewer_splits():
+    costs, assignment, shape = uniform(32, 8)
+    spans = {order: simulate(costs, assignment, shape, schedule=order).makespan_seconds for order in FIXED_ORDERS}
+    splits = {
+        order: sum(
+            isinstance(action, BackwardInput)
+            for actions in schedule(costs, assignment, shape, order)[0].compute
+            for action in actions
+        )
+        for order in SPLITTING_ORDERS
+    }
+    assert spans["eager_split"] < 0.9 * spans["eager"]
+    assert 0 < splits["eager_split"] < 0.9 * splits["zero_bubble"]
+
+
+@pytest.mark.parametrize("order", SPLITTING_ORDERS)
+def test_what_splitting_costs(order):
+    costs, assignment, shape = uniform(8, 4)
+
+    def priced(share, fixed):
+        stages = replace(costs.stage_costs(shape), split_share=(share,) * 4, split_fixed_seconds=(fixed,) * 4)
+        return replace(costs, stages=stages)
+
+    # The weight gradients take half of the two seconds of a backward.
+    for share, fixed in ((0.25, 0.0), (0.0, 0.5)):
+        events = simulate(priced(share, fixed), assignment, shape, schedule=order).events
+        input_kind, weight_kind = KINDS.index("backward_input"), KINDS.index("backward_weight")
+        assert (events.kind == weight_kind).any()
+        assert np.allclose((events.end - events.start)[events.kind == input_kind], 1.5)
+        assert np.allclose((events.end - events.start)[events.kind == weight_kind], 1.0)
+    for share, fixed in ((0.5, 0.0), (0.0, 1.0), (0.4, 0.3)):
+        made, _ = schedule(priced(share, fixed), assignment, shape, order)
+        assert not any(isinstance(action, BackwardInput | BackwardWeight) for rank in made.compute for action in rank)
 
 
 def test_encoder_depth_counts_the_language_model():
