@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--devices", nargs="*", type=int)
     parser.add_argument("--devices-per-node", type=int, default=4)
     parser.add_argument("--samples-per-device", type=int, default=8, help="of a global batch")
-    parser.add_argument("--schedule", default="eager")
+    parser.add_argument("--schedule", default="auto")
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--precision", default="bf16-mixed")
     parser.add_argument("--wide", action="store_true", help="search tensor degrees 1, 2, 4 and recompute as well")

@@ -17,8 +17,9 @@ are counts of evaluations). Price: `SearchSettings.evaluations` evaluations (`pi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,9 +62,10 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
     search = _Search(work, num_microbatches, settings)
     tried: list[tuple[float, int, Layout]] = []
 
-    def play(starts: Iterable[Layout]) -> None:
-        for start in starts:
-            if tried and search.left <= 0:
+    def play(starts: Iterator[Layout]) -> None:
+        while not tried or search.left > 0:
+            start = next(starts, None)
+            if start is None:
                 break
             tried.append((search.seconds(start), len(tried), start))
 
@@ -78,11 +80,11 @@ def place_auto(work: SampleWork, num_microbatches: int | None, settings: SearchS
             tried.append((search.seconds(start), len(tried), start))
             best_level = level if min(tried)[2] is start else best_level
     looked_at = levels if thorough else [best_level]
-    play(level.start(order) for level in looked_at for order in range(1, level.num_orders))
+    play(level.start(order) for level in looked_at for order in range(1, len(level.orders)))
     play(
         level.start(order, together=True)
         for level in looked_at
-        for order in range(level.num_orders)
+        for order in range(len(level.orders))
         if level.has_giants
     )
     if thorough:
@@ -155,18 +157,31 @@ class _Level:
         self._microbatch, self._count = level_jointly(work, count)
         loads = normalised_loads(work)
         llm = np.bincount(self._microbatch, weights=loads[:, 1], minlength=self._count)
-        rising = np.argsort(llm, kind="stable")
-        before = [np.diff(np.floor(np.arange(self._count + 1) * share)) > 0 for share in _SHARES_BEFORE_LARGEST]
-        self._orders = [np.concatenate([rising[is_before], rising[~is_before][::-1]]) for is_before in before]
-        seconds, base = self._busiest_seconds(), self._orders[-1]
-        if _encodes_without_gradients(work.shape):
-            base = flow_shop_order(*seconds)
-            self._orders.insert(0, base)
+        self._rising = np.argsort(llm, kind="stable")
+        self._is_flow_shop = _encodes_without_gradients(work.shape)
+        self._spread = media_spread(work, loads[:, 0] * self._count)
+
+    @cached_property
+    def _first_order(self) -> IntArray:
+        return flow_shop_order(*self._busiest_seconds()) if self._is_flow_shop else self._peaked(0)
+
+    @cached_property
+    def orders(self) -> list[IntArray]:
+        """[count] each: its microbatches in several orders."""
+        peaked = [self._peaked(index) for index in range(len(_SHARES_BEFORE_LARGEST))]
+        orders = [self._first_order, *peaked] if self._is_flow_shop else peaked
+        seconds = self._busiest_seconds()
         size = np.maximum(*seconds)
         is_large = size > _LARGE * max(values.mean() for values in seconds)
         if is_large.any() and not is_large.all():
-            self._orders += [spread_large(base, size, is_large, *between) for between in _SPREADS]
-        self._spread = media_spread(work, loads[:, 0] * self._count)
+            base = orders[0] if self._is_flow_shop else orders[-1]
+            orders += [spread_large(base, size, is_large, *between) for between in _SPREADS]
+        return orders
+
+    def _peaked(self, index: int) -> IntArray:
+        """Small ones at both ends, a part of them before the largest."""
+        is_before = np.diff(np.floor(np.arange(self._count + 1) * _SHARES_BEFORE_LARGEST[index])) > 0
+        return np.concatenate([self._rising[is_before], self._rising[~is_before][::-1]])
 
     def _busiest_seconds(self) -> tuple[FloatArray, FloatArray]:
         """[count] seconds of each microbatch on the busiest encoder stage and on the busiest language-model stage."""
@@ -179,17 +194,14 @@ class _Level:
         )
 
     @property
-    def num_orders(self) -> int:
-        return len(self._orders)
-
-    @property
     def has_giants(self) -> bool:
         """Whether any sample's media items are encoded one after the other."""
         return bool(self._spread.any())
 
     def start(self, order: int, *, together: bool = False) -> Layout:
-        """With one of `num_orders` orders; `together` keeps all media items of every sample in its microbatch."""
-        layout = Layout.together(self._work, np.argsort(self._orders[order])[self._microbatch])
+        """In one of the orders; `together` keeps all media items of every sample in its microbatch."""
+        places = self.orders[order] if order else self._first_order
+        layout = Layout.together(self._work, np.argsort(places)[self._microbatch])
         if together or not self.has_giants:
             return layout
         return replace(layout, media=np.maximum(layout.media - self._spread, 0))

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", help="cp-sat, ilp, ilp-highs, ilp-cbc, search or proportional")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="of the solver (default: 20)")
     parser.add_argument("--policy", help="of the assigner")
-    parser.add_argument("--schedule", help="order that will run the plan")
+    parser.add_argument("--schedule", help="order that will run the plan (default: auto, eager or eager_split)")
     parser.add_argument("--tensor-degrees", type=_numbers, metavar="N,...", help="degrees to consider (default: 1)")
     parser.add_argument(
         "--context-degrees",

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from entrain_opt.cost import MeasuredCosts
 
 
-_PASSES = {"forward": "forward", "backward": "backward", "input_backward": "inputs only"}
+_PASSES = {
+    "forward": "forward",
+    "backward": "backward",
+    "input_backward": "inputs only",
+    "split_backward": "in two parts",
+}
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:

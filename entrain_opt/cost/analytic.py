@@ -27,6 +27,9 @@ from entrain_opt.workload.samples import SampleTable
 MATMUL_SHARE, ATTENTION_SHARE = 0.7, 0.5
 #: Kernels of one layer's forward pass.
 KERNELS_PER_LAYER = 15
+#: What splitting one layer's backward takes: a walk over its graph and a backward for each matrix and norm, in Python.
+#: Measured on one CPU core (`benchmarks/split_backward.py`); a device with kernels in its queue may not notice.
+SPLIT_LAYER_SECONDS = 1e-3
 #: A message between two processes, besides its bytes: launch and synchronisation on both ends.
 MESSAGE_LATENCY_SECONDS = 20e-6
 
@@ -112,7 +115,7 @@ def _module_costs(module: ModuleSpec, model: ModelSpec, device: DeviceSpec, prec
     # Nothing asks for the gradient of pixels or token ids, so an embedding's backward computes weight gradients only.
     return ModuleCosts(
         input=PartCosts(forward=entry, backward=entry, input_backward=Line()),
-        layer=_with_backward(layer),
+        layer=_with_backward(layer, split_seconds=SPLIT_LAYER_SECONDS),
         output=_with_backward(exit_),
     )
 
@@ -125,5 +128,7 @@ def _product(num_weights: int, traffic_seconds: float, peak: float, device: Devi
     )
 
 
-def _with_backward(forward: Line) -> PartCosts:
-    return PartCosts(forward=forward, backward=forward.scaled(2), input_backward=forward)
+def _with_backward(forward: Line, split_seconds: float = 0.0) -> PartCosts:
+    backward = forward.scaled(2)
+    split = backward.plus(Line(fixed_seconds=split_seconds))
+    return PartCosts(forward=forward, backward=backward, input_backward=forward, split_backward=split)

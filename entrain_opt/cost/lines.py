@@ -81,11 +81,13 @@ class PartCosts:
         forward: forward pass.
         backward: input and weight gradients.
         input_backward: input gradients only.
+        split_backward: input gradients, then weight gradients, in two passes; None where it was not measured.
     """
 
     forward: Line = field(default_factory=Line)
     backward: Line = field(default_factory=Line)
     input_backward: Line = field(default_factory=Line)
+    split_backward: Line | None = None
 
     def backward_line(self, *, trained: bool, upstream_trained: bool) -> Line:
         """What the backward pass costs, given what trains.

@@ -257,11 +257,14 @@ class CostModel:
         def fixed(i: int, backward: bool) -> float:
             return self.stage_fixed_seconds(specs[i], plan.stages[i].layers, backward=backward, **self._how(plan, i))
 
+        splits = alike.each(lambda i: self._split_costs(plan, i, features))
         stages = StageCosts(
             num_encoder_stages=plan.pipeline_shape.num_encoder_stages,
             forward_seconds=alike.each(lambda i: items(i, False)),
             backward_seconds=alike.each(lambda i: items(i, True)),
             weight_gradient_share=alike.each(lambda i: self._weight_share(plan, i, features)),
+            split_share=tuple(share for share, _ in splits),
+            split_fixed_seconds=tuple(seconds for _, seconds in splits),
             forward_fixed_seconds=alike.each(lambda i: fixed(i, False)),
             backward_fixed_seconds=alike.each(lambda i: fixed(i, True)),
             send_seconds=messages.send_seconds(self.links, features),
@@ -374,6 +377,22 @@ class CostModel:
         if spec.output_trained and end == spec.num_layers:
             weights += float(item.output_seconds(costs.output.backward.without(costs.output.input_backward)).sum())
         return min(weights / total, 1.0)
+
+    def _split_costs(self, plan: Plan, index: int, features: dict[str, ItemFeatures]) -> tuple[float, float]:
+        """`StageCosts.split_share` and `split_fixed_seconds` of a stage; nothing where a backward always runs whole."""
+        stage, how = plan.stages[index], self._how(plan, index)
+        spec, (first, end) = self.model.module(stage.module), stage.layers
+        layer = self.module_costs(spec.name, how["tensor"], how["context"]).layer
+        if stage.recompute or not spec.trained or layer.split_backward is None:
+            return 0.0, 0.0
+        item = features[spec.name]
+        whole, split = (
+            (end - first) * float(item.layer_seconds(line, stage.layers).sum())
+            for line in (layer.backward, layer.split_backward)
+        )
+        total = float(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum())
+        fixed = (end - first) * (layer.split_backward.fixed_seconds - layer.backward.fixed_seconds)
+        return max(split - whole, 0.0) / total if total > 0 else 0.0, max(fixed, 0.0)
 
 
 class _How(TypedDict):

@@ -23,7 +23,7 @@ from entrain_opt.spec.model import ModelSpec
 
 _COLUMNS = ("square_seconds", "token_seconds", "segment_seconds", "fixed_seconds")
 #: Part of the cache key; grows when measuring or fitting changes.
-PROFILE_VERSION = 3
+PROFILE_VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class MeasuredCosts:
 
 _NESTED: dict[str, type] = {
     **dict.fromkeys(("input", "layer", "output"), PartCosts),
-    **dict.fromkeys(("forward", "backward", "input_backward"), Line),
+    **dict.fromkeys(("forward", "backward", "input_backward", "split_backward"), Line),
 }
 
 
@@ -122,7 +122,9 @@ def _record(record: Any, content: Any, where: str) -> Any:
     if unknown := sorted(set(content) - known):
         raise RuntimeConfigError(f"{where}: unknown field {unknown[0]!r}; expected one of {sorted(known)}.")
     values = {
-        name: _record(_NESTED[name], value, f"{where}.{name}") if name in _NESTED and not is_dataclass(value) else value
+        name: _record(_NESTED[name], value, f"{where}.{name}")
+        if name in _NESTED and value is not None and not is_dataclass(value)
+        else value
         for name, value in content.items()
     }
     try:

@@ -51,7 +51,7 @@ class EntrainStrategy(DDPStrategy):
     Args:
         plan: `auto` solves one (cached), or the path of a plan file.
         policy: of the assigner.
-        schedule: order of a replica's work.
+        schedule: order of a replica's work; `auto` lets the planner choose between `eager` and `eager_split`.
         method: solver of the planner.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by you; None is searched.
@@ -83,7 +83,7 @@ class EntrainStrategy(DDPStrategy):
         self,
         plan: str = "auto",
         policy: str = "auto",
-        schedule: str = "eager",
+        schedule: str = "auto",
         method: str = "cp-sat",
         cost_model: str = "measured",
         data_degree: int | None = None,

@@ -57,6 +57,8 @@ BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.03, 0.1
 WORTH_JUDGING = 0.5
 #: The optimizer's state is shared out over replicas where that is faster by more than this share, or nothing else fits.
 WORTH_SHARDING = 0.01
+#: Backwards are split where that is faster by more than this share, with what it costs, on so many batches and on more.
+WORTH_SPLITTING, SPLIT_ROUNDS = 0.01, (2, 4)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +120,25 @@ class Candidates:
     def only(self, ranked: Ranked) -> Outcome:
         """The replay of a candidate that is compared with none."""
         return self.outcome(ranked, batches=FINAL_BATCHES, effort=final_effort([self.plan_of(ranked)]))
+
+    def with_splits(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """The first plan with split backwards (`eager_split`), if those are faster by more than `WORTH_SPLITTING`."""
+        best, others = outcomes[0], outcomes[1:]
+        assert best.replay is not None
+        effort, split = final_effort([best.replay.plan]), replace(best.replay.plan, schedule="eager_split")
+        for batches in SPLIT_ROUNDS:
+            batches = min(batches, len(best.replay.batch_seconds))
+            try:
+                whole, found = (
+                    self.replayer.replay(plan, num_batches=batches, num_replicas=REPLICAS, effort=effort)
+                    for plan in (best.replay.plan, split)
+                )
+            except PlanError:  # The gradients that it keeps do not fit.
+                return outcomes
+            if found.seconds * (1 + WORTH_SPLITTING) >= whole.seconds:
+                return outcomes
+        scale = whole.seconds / best.seconds
+        return [replace(best, replay=found), *(replace(other, scale=other.scale * scale) for other in others)]
 
     def _outcomes(
         self,

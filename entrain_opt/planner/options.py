@@ -16,6 +16,8 @@ RECOMPUTES = ("never", "search", "always")
 #: Of `data_parallel`: summing all, and sharding where memory asks for it.
 SEARCH = "search"
 DATA_PARALLEL_CHOICES = (*DATA_PARALLELS, SEARCH)
+#: Of `schedule`: the planner's choice.
+AUTO = "auto"
 COST_MODELS = ("measured", "analytic")
 
 
@@ -27,7 +29,8 @@ class PlanOptions:
         method: `cp-sat`, `ilp` (the same optimum through PuLP with HiGHS, else CBC; `ilp-highs` and `ilp-cbc` name the
             solver), `search` (dynamic programming over every choice) or `proportional` (the paper's Algorithm 2).
         policy: of the assigner that will run the plan.
-        schedule: order that will run the plan.
+        schedule: order that will run the plan; `auto` is `eager_split` where that is faster than `eager` by more than
+            `candidates.WORTH_SPLITTING`, with what splitting a backward costs.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by the user; None is searched.
         tensor_degrees: devices that may share a module's layers; the default is 1 only.
@@ -47,7 +50,7 @@ class PlanOptions:
 
     method: str = "cp-sat"
     policy: str = "auto"
-    schedule: str = "eager"
+    schedule: str = AUTO
     cost_model: str = "measured"
     data_degree: int | None = None
     pipeline_degree: int | None = None
@@ -72,7 +75,7 @@ class PlanOptions:
         allowed = {
             "method": METHODS,
             "policy": tuple(POLICIES),
-            "schedule": ORDERS,
+            "schedule": (AUTO, *ORDERS),
             "cost_model": COST_MODELS,
             "recompute": RECOMPUTES,
             "data_parallel": DATA_PARALLEL_CHOICES,

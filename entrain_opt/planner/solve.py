@@ -4,6 +4,7 @@
 2. A solver's optimum of the closed form (`cp_sat.py`, `ilp.py`, `search.py`), or the paper's rule (`proportional.py`).
 3. The best few candidates and their neighbours, replayed by the real assigner and simulator (`candidates.py`); the
    fastest is returned. The paper's rule is not improved, only replayed.
+4. Unless the schedule is given, the answer is replayed with split backwards, which it keeps if they pay.
 
 Promise: identical inputs give identical plans; the plan fits in memory as far as the cost model knows.
 """
@@ -24,7 +25,7 @@ from entrain_opt.planner.demand import Demand, estimate_demand
 from entrain_opt.planner.ilp import solve_ilp
 from entrain_opt.planner.infeasible import explain_infeasible
 from entrain_opt.planner.instance import Instance
-from entrain_opt.planner.options import SEARCH, PlanOptions
+from entrain_opt.planner.options import AUTO, SEARCH, PlanOptions
 from entrain_opt.planner.outcomes import describe_outcomes
 from entrain_opt.planner.proportional import solve_proportional
 from entrain_opt.planner.replay import Replay, Replayer
@@ -37,7 +38,7 @@ from entrain_opt.spec.model import TOWER_PARTS, ModelSpec
 from entrain_opt.workload.samples import SampleTable
 
 #: Grows when the same inputs would give another plan.
-PLANNER_VERSION = 5
+PLANNER_VERSION = 6
 
 
 def solve_plan(
@@ -84,7 +85,7 @@ def solve_plan(
         stages=(StagePlan(module="llm", layers=(0, model.llm.num_layers), rank=0),),
         global_batch_size=global_batch_size,
         num_microbatches=1,
-        schedule=options.schedule,
+        schedule="eager" if options.schedule == AUTO else options.schedule,
         policy=options.policy,
         frozen=frozen_parts(model),
     )
@@ -94,9 +95,12 @@ def solve_plan(
         outcomes = [candidates.only(solved)]
     else:
         outcomes = candidates.search(solved, ranking, _baseline(instance, costs, demand, options))
+    if outcomes[0].replay is None:
+        raise PlanError(f"plan: no candidate can be run. {outcomes[0].failure}")
+    if options.schedule == AUTO:
+        outcomes = candidates.with_splits(outcomes)
     best = outcomes[0]
-    if best.replay is None:
-        raise PlanError(f"plan: no candidate can be run. {best.failure}")
+    assert best.replay is not None
     plan = replace(
         best.replay.plan,
         predicted=_prediction(best.replay, costs, demand),

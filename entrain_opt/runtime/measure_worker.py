@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from entrain_opt.cost.precision import find_precision
+from entrain_opt.runtime import split_backward
 from entrain_opt.runtime.master import MasterWeights
 from entrain_opt.runtime.measure_pieces import Piece, Pieces
 from entrain_opt.runtime.short_model import shorten
@@ -28,6 +29,7 @@ from entrain_opt.workload.media import media_rule
 
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MOST_ROUNDS = 9
+_SPLIT = "split_backward"
 
 
 class MeasureWorker:
@@ -70,7 +72,10 @@ class MeasureWorker:
         passes: dict[str, list[list[float]]] = {}
         for (name, index), seconds_of_rounds in timed.items():
             piece = pieces[index]
-            row = [piece.squares, piece.tokens, piece.segments, statistics.median(seconds_of_rounds) / piece.layers]
+            seconds = statistics.median(seconds_of_rounds)
+            if name.endswith(_SPLIT):  # A ratio, because two times on a busy machine differ by more than these do.
+                seconds *= statistics.median(timed[f"{piece.name} backward", index])
+            row = [piece.squares, piece.tokens, piece.segments, seconds / piece.layers]
             passes.setdefault(name, []).append(row)
         passes["step"] = [self._step()]
         passes["action"] = [[0.0, 0.0, 0.0, self._action()]]
@@ -79,7 +84,7 @@ class MeasureWorker:
         return passes
 
     def _round(self, pieces: list[Piece], *, every_direction: bool = False) -> dict[tuple[str, int], float]:
-        """Every pass once: (name, index of its piece) -> seconds."""
+        """Every pass once: (name, index of its piece) -> seconds; of a split backward the ratio to the whole one."""
         timed: dict[tuple[str, int], float] = {}
         for index, piece in enumerate(pieces):
             inputs_only = piece.upstream and (every_direction or not piece.trained)
@@ -90,10 +95,13 @@ class MeasureWorker:
                 forward, backward = self._time(piece, weights=weights, grad=True)
                 timed.setdefault((f"{piece.name} forward", index), forward)
                 timed[f"{piece.name} {direction}", index] = backward
+            if piece.trained and piece.upstream and every_direction and piece.name.endswith(" layer"):
+                _, split = self._time(piece, weights=True, grad=True, split=True)
+                timed[f"{piece.name} {_SPLIT}", index] = split / max(timed[f"{piece.name} backward", index], 1e-9)
         return timed
 
-    def _time(self, piece: Piece, *, weights: bool, grad: bool) -> tuple[float, float]:
-        """Seconds of one forward and, with `grad`, one backward."""
+    def _time(self, piece: Piece, *, weights: bool, grad: bool, split: bool = False) -> tuple[float, float]:
+        """Seconds of one forward and, with `grad`, one backward, whole or in two parts."""
         for parameter in piece.parameters:
             parameter.requires_grad_(weights)
         leaf = None if piece.leaf is None else piece.leaf.detach().requires_grad_(grad)
@@ -112,7 +120,11 @@ class MeasureWorker:
             return forward, 0.0
         gradient = torch.ones_like(output)
         start = self._now()
-        torch.autograd.backward(output, gradient)
+        if split:
+            assert leaf is not None
+            split_backward.start(output, gradient, [leaf]).finish()
+        else:
+            torch.autograd.backward(output, gradient)
         return forward, self._now() - start
 
     @contextmanager

@@ -132,14 +132,16 @@ def memory_limits(graph: WorkGraph, costs: BatchCosts | None) -> tuple[list[int 
 
 
 def even_ticks(shape: PipelineShape) -> list[int]:
-    """Per stage, ticks of an operation where every rank needs equally long for a microbatch.
+    """Per stage, ticks of an operation where no rank takes longer for a microbatch than one with a single stage.
 
     Counted as equally long, the operations of a rank with several stages would seem to hold up all others, which then
     would hold too few microbatches.
     """
-    counts = [len(shape.stages_of_rank(rank)) for rank in shape.ranks_of_stages]
-    common = math.lcm(*counts)
-    return [common // count for count in counts]
+    passes = [0] * shape.num_ranks
+    for rank, has_backward in zip(shape.ranks_of_stages, shape.has_backward, strict=True):
+        passes[rank] += 1 + has_backward
+    common = math.lcm(*(max(count, 2) for count in passes))
+    return [common // max(passes[rank], 2) for rank in shape.ranks_of_stages]
 
 
 def stage_depths(shape: PipelineShape) -> list[int]:

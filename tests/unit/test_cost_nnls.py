@@ -23,6 +23,10 @@ def test_no_direction_that_is_allowed_improves_the_answer(matrix, target):
     assert np.abs(gradient[solution > 0]).max(initial=0) <= 1e-6 * scale
 
 
+def test_a_target_that_cancels_gives_nothing():
+    assert non_negative_least_squares(np.ones((7, 4)), [-1, 1, *[1.01708925e-21] * 5]).max() < 1e-12
+
+
 def test_exact_lines_come_back():
     sizes = np.array([64.0, 256, 1024, 4096])
     matrix = np.stack([sizes**2, sizes, np.ones(4)], axis=1)
