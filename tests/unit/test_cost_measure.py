@@ -19,6 +19,9 @@ def test_a_measurement_has_every_piece_that_the_frozen_parts_leave():
     assert "vision layer backward" not in measured.residuals
     assert vision.layer.backward.token_seconds == 0 < vision.layer.forward.token_seconds
     assert llm.layer.forward.token_seconds < llm.layer.backward.token_seconds
+    # The projector trains, so gradients are asked for behind the language model; before its tower they are not.
+    assert vision.layer.split_backward is None
+    assert llm.layer.split_backward.token_seconds > 0
     assert min(llm.output.backward.token_seconds, vision.output.backward.token_seconds) > 0
     assert (measured.message_latency_seconds, measured.message_bytes_per_second) == (None, None)
     assert (measured.frozen, measured.model, measured.num_processes_busy) == (frozen, "tiny-llava", 1)

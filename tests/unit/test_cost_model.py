@@ -160,6 +160,28 @@ def test_backwards_of_stages_with_recompute_have_no_part_that_can_wait():
     assert recomputed == (*kept[:2], 0.0)
 
 
+def test_what_a_split_backward_takes_beyond_a_whole_one():
+    plan = make_plan([("vision", 0, 12, 0), ("llm", 0, 2, 1), ("llm", 2, 6, 2)])
+    samples = make_samples(10)
+    split = replace(PART, split_backward=PART.backward.scaled(1.25).plus(Line(fixed_seconds=2e-4)))
+    modules = {"vision": ModuleCosts(input=PART, layer=split, output=PART), "llm": MEASURED.modules["llm"]}
+    measured = replace(MEASURED, modules=modules | {"llm": ModuleCosts(layer=split)})
+
+    def stages(plan=plan, frozen=(), measured=measured):
+        costs = CostModel(make_model(frozen=frozen), ClusterSpec(devices_per_node=3), measured=measured)
+        return costs.batch_costs(samples, plan).stages
+
+    found = stages()
+    # A quarter of the layers' part: of all of a stage that has layers only.
+    assert found.split_share[1] == pytest.approx(0.25)
+    assert 0.2 < found.split_share[0] < 0.25
+    assert found.split_fixed_seconds == pytest.approx([layers * (2e-4 + 0.25 * 2e-4) for layers in (12, 2, 4)])
+    assert stages(frozen=("vision_tower", "projector")).split_fixed_seconds[0] == 0
+    recomputing = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], recompute=True)))
+    assert stages(recomputing).split_share[2] == stages(recomputing).split_fixed_seconds[2] == 0
+    assert set(stages(measured=MEASURED).split_share) == {0.0}
+
+
 def test_rows_can_be_taken_before_or_after():
     costs, samples = make_costs(devices=2), make_samples(30)
     plan, rows = make_plan([("vision", 0, 12, 0), ("llm", 0, 6, 1)]), np.array([3, 17, 4])

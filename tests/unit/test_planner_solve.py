@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from planner_cases import make_model, make_samples
 
-from entrain_opt.cost import CostModel
+from entrain_opt.cost import CostModel, Line
 from entrain_opt.errors import PlanError, WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions, solve_plan
+from entrain_opt.planner.candidates import WORTH_SPLITTING
 from entrain_opt.planner.options import METHODS
 from entrain_opt.planner.table import plan_sentences
 from entrain_opt.spec import ClusterSpec
@@ -64,6 +65,28 @@ def test_one_device_holds_both_modules():
     plan = solve(1)
     assert [(stage.module, stage.rank) for stage in plan.stages] == [("vision", 0), ("llm", 0)]
     assert plan.pipeline_shape.num_ranks == 1
+
+
+def test_backwards_are_split_where_that_pays():
+    cluster = ClusterSpec(devices_per_node=4)
+
+    def solved(split_seconds, **options):
+        costs = CostModel(make_model(), cluster)
+        for name, module in costs.modules.items():
+            split = module.layer.backward.plus(Line(fixed_seconds=split_seconds))
+            costs.modules[name] = replace(module, layer=replace(module.layer, split_backward=split))
+        return solve_plan(
+            make_model(), SAMPLES, cluster, global_batch_size=32, costs=costs,
+            options=replace(ANALYTIC, pipeline_degree=4, **options),
+        )  # fmt: skip
+
+    cheap, dear, given = solved(0.0), solved(1.0), solved(0.0, schedule="eager")
+    assert (cheap.schedule, dear.schedule, given.schedule) == ("eager_split", "eager", "eager")
+    assert cheap.stages == dear.stages == given.stages
+    assert cheap.predicted.iteration_seconds < given.predicted.iteration_seconds / (1 + WORTH_SPLITTING)
+    assert cheap.provenance.candidates[0]["predicted_seconds"] == cheap.predicted.iteration_seconds
+    for ours, theirs in zip(cheap.provenance.candidates[1:], given.provenance.candidates[1:], strict=True):
+        assert ours["stages"] == theirs["stages"]
 
 
 def test_what_the_user_fixes_stays_fixed():
