@@ -48,7 +48,7 @@ from entrain_opt.workload.index import load_index
 
 POLICIES = ("auto", "in_order", "karmarkar_karp", "pairwise")
 #: The schedule of plans that ask for none.
-OURS = "eager"
+OURS = ("eager", "eager_split")
 #: Times the scale that a rehearsal takes: eight ranks share few cores here, and `auto` makes more and shorter actions.
 SLOWER = 1.5
 TRACES_FOLDER = Path(__file__).parents[1] / "recipes" / "data" / "traces"
@@ -201,8 +201,7 @@ def emulated(arguments):
     """(b) The same comparison on eight emulated ranks, on real traces: under the schedule that others run, and under
     ours."""
     sides = {policy: (policy, arguments.schedule) for policy in POLICIES}
-    if arguments.schedule != OURS:
-        sides[f"auto, {OURS}"] = ("auto", OURS)
+    sides |= {f"auto, {ours}": ("auto", ours) for ours in OURS if ours != arguments.schedule}
     model = ModelSpec.from_pretrained(MODELS_FOLDER / "qwen2_5-vit-llama3_2-3b")
     cluster = ClusterSpec(device=arguments.device, devices_per_node=8)
     options = PlanOptions(
@@ -375,7 +374,7 @@ def main():
             command.add_argument("--traces", default=str(TRACES_FOLDER), help="folder of Parquet traces")
             command.add_argument("--only", help="names of traces, separated by commas")
             command.add_argument("--device", default="A40-48GB")
-            command.add_argument("--schedule", default="1f1b", help="of all sides; auto runs under eager as well")
+            command.add_argument("--schedule", default="1f1b", help="of all sides; auto runs under ours as well")
             command.add_argument(
                 "--scale", type=float, help="wall seconds per predicted second (default: 30 ms actions)"
             )
