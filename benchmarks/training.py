@@ -47,7 +47,7 @@ from entrain_opt.spec import ClusterSpec, ModelSpec
 from entrain_opt.workload.index import load_index
 
 POLICIES = ("auto", "in_order", "karmarkar_karp", "pairwise")
-#: The schedule of plans that ask for none.
+#: The schedules that the planner chooses between.
 OURS = ("eager", "eager_split")
 #: Times the scale that a rehearsal takes: eight ranks share few cores here, and `auto` makes more and shorter actions.
 SLOWER = 1.5

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
-from entrain_opt.planner.options import SEARCH, PlanOptions
+from entrain_opt.planner.options import AUTO, SEARCH, PlanOptions
 from entrain_opt.runtime.lora import Lora
 from entrain_opt.runtime.tensor_layers import check_tensor
 from entrain_opt.runtime.trained import updates_each_value
@@ -31,7 +31,8 @@ def executable_options(
 ) -> PlanOptions:
     """The same options without the choices that the runtime would refuse for a model and its optimizer.
 
-    Only what the planner may choose among is left out. What is asked for by itself stays, and is refused by name: by
+    Backwards of a run with adapters are not split: its weight gradients are those of small matrices, and the plan, which
+    counts all weights as trained, would expect too much of it. Only what the planner may choose among is left out. What is asked for by itself stays, and is refused by name: by
     `check_executable`, or where the optimizer is made.
 
     Args:
@@ -48,7 +49,8 @@ def executable_options(
         tensor = tuple(degree for degree in tensor if degree == 1 or (divisible and _divides(folder, degree, lora)))
     if shares == SEARCH and not divisible:
         shares = "all_reduce"
-    return replace(options, context_degrees=context, tensor_degrees=tensor, data_parallel=shares)
+    schedule = "eager" if options.schedule == AUTO and lora is not None else options.schedule
+    return replace(options, context_degrees=context, tensor_degrees=tensor, data_parallel=shares, schedule=schedule)
 
 
 def _divides(folder: str | Path, degree: int, lora: Lora | None) -> bool:

@@ -13,6 +13,7 @@ from entrain_opt.errors import RuntimeConfigError
 from entrain_opt.plan import ParallelDegrees, Plan, StagePlan
 from entrain_opt.planner import PlanOptions
 from entrain_opt.runtime.executable import check_executable, executable_options
+from entrain_opt.runtime.lora import Lora
 from entrain_opt.runtime.p2p import make_groups
 
 STAGES = (StagePlan(module="vision", layers=(0, 2), rank=0), StagePlan(module="llm", layers=(0, 2), rank=0))
@@ -90,6 +91,14 @@ def test_the_planner_chooses_among_what_runs(plain, mixture):
     assert executable_options(WIDE, mixture, make_optimizer=torch.optim.AdamW).tensor_degrees == (1,)
     whole = executable_options(WIDE, plain, make_optimizer=torch.optim.Adafactor)
     assert (whole.tensor_degrees, whole.data_parallel) == ((1,), "all_reduce")
+
+
+def test_backwards_of_adapters_stay_whole(plain):
+    lora = Lora(parts=["language_model"], rank=2)
+    for asked, found in (("auto", "eager"), ("eager_split", "eager_split"), ("zero_bubble", "zero_bubble")):
+        options = PlanOptions(schedule=asked)
+        assert executable_options(options, plain, make_optimizer=torch.optim.AdamW, lora=lora).schedule == found
+        assert executable_options(options, plain, make_optimizer=torch.optim.AdamW).schedule == asked
 
 
 def test_what_is_asked_for_by_itself_stays_to_be_refused(mixture):
