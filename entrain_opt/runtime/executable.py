@@ -31,8 +31,10 @@ def executable_options(
 ) -> PlanOptions:
     """The same options without the choices that the runtime would refuse for a model and its optimizer.
 
-    Backwards of a run with adapters are not split: its weight gradients are those of small matrices, and the plan, which
-    counts all weights as trained, would expect too much of it. Only what the planner may choose among is left out. What is asked for by itself stays, and is refused by name: by
+    Backwards of a run with adapters are not split: its weight gradients are those of small matrices, and the plan,
+    which counts all weights as trained, would expect too much of it.
+
+    Only what the planner may choose among is left out. What is asked for by itself stays, and is refused by name: by
     `check_executable`, or where the optimizer is made.
 
     Args:
