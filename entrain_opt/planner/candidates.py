@@ -28,7 +28,7 @@ from entrain_opt.planner.search import Ranked
 #: get more batches.
 MOST_REPLAYS, MOST_FAILURES, FINALISTS = 16, 48, 4
 #: After this many replays none begins if samples on all ranks of all replayed so far are this many together.
-FEW_REPLAYS, MUCH_WORK = 8, 24_000
+FEW_REPLAYS, MUCH_WORK = 8, 20_000
 #: Global batches that candidates are replayed on at first.
 FIRST_ROUND = 2
 #: Global batches that finalists are replayed on, round by round, and by which share slower than the fastest is out.
@@ -42,10 +42,10 @@ ALIKE_AFTER, ALIKE = 2, 0.005
 #: the least effort misses differs from plan to plan by more than plans do; deep pipelines would take seconds for more.
 FINAL_EFFORTS: tuple[tuple[int, str], ...] = ((1024, "fast"), (2048, "brief"))
 #: A baseline that is slower than the winner by at most this share runs against it again, on so many replicas of each
-#: batch: the heaviest need not be the slowest.
-DUEL, DUEL_REPLICAS = 0.04, 2
-#: Above so many microbatches on all ranks, each replay takes long, and finalists are not replayed in the last round.
-FEWER_BATCHES = 1024
+#: of at most so many batches: the heaviest need not be the slowest.
+DUEL, DUEL_REPLICAS, DUEL_BATCHES = 0.04, 2, 4
+#: Above so many microbatches on all ranks, each replay takes long, and finalists are not replayed in the last rounds.
+FEWER_BATCHES = (1024, 4096)
 #: Heaviest replicas of each batch that are replayed.
 REPLICAS = 1
 #: Candidates that are replayed side by side: most of a replay is compiled code, which does not hold the interpreter.
@@ -57,8 +57,8 @@ BEHIND, BEHIND_WITH_OTHER_REPLICAS = 0.03, 0.1
 WORTH_JUDGING = 0.5
 #: The optimizer's state is shared out over replicas where that is faster by more than this share, or nothing else fits.
 WORTH_SHARDING = 0.01
-#: Backwards are split where that is faster by more than this share, with what it costs, on so many batches and on more.
-WORTH_SPLITTING, SPLIT_ROUNDS = 0.01, (2, 4)
+#: Backwards are split where that is faster, with what it costs, on so many batches: by more than this share on few.
+WHOLE_ROUNDS: tuple[tuple[int, float], ...] = ((1, 0.05), (2, 0.03), (4, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,23 +121,23 @@ class Candidates:
         """The replay of a candidate that is compared with none."""
         return self.outcome(ranked, batches=FINAL_BATCHES, effort=final_effort([self.plan_of(ranked)]))
 
-    def with_splits(self, outcomes: list[Outcome]) -> list[Outcome]:
-        """The first plan with split backwards (`eager_split`), if those are faster by more than `WORTH_SPLITTING`."""
+    def with_whole_backwards(self, outcomes: list[Outcome]) -> list[Outcome]:
+        """The first plan under `eager` if that is as fast as `eager_split`, under which the plans were compared."""
         best, others = outcomes[0], outcomes[1:]
         assert best.replay is not None
-        effort, split = final_effort([best.replay.plan]), replace(best.replay.plan, schedule="eager_split")
-        for batches in SPLIT_ROUNDS:
+        effort, whole = final_effort([best.replay.plan]), replace(best.replay.plan, schedule="eager")
+        for batches, worth in WHOLE_ROUNDS:
             batches = min(batches, len(best.replay.batch_seconds))
             try:
-                whole, found = (
+                split, found = (
                     self.replayer.replay(plan, num_batches=batches, num_replicas=REPLICAS, effort=effort)
-                    for plan in (best.replay.plan, split)
+                    for plan in (best.replay.plan, whole)
                 )
-            except PlanError:  # The gradients that it keeps do not fit.
+            except PlanError:
                 return outcomes
-            if found.seconds * (1 + WORTH_SPLITTING) >= whole.seconds:
+            if split.seconds * (1 + worth) < found.seconds:
                 return outcomes
-        scale = whole.seconds / best.seconds
+        scale = found.seconds / best.seconds
         return [replace(best, replay=found), *(replace(other, scale=other.scale * scale) for other in others)]
 
     def _outcomes(
@@ -285,7 +285,7 @@ class Candidates:
         """
         winner = judged[0]
         assert winner.replay is not None
-        batches = len(winner.replay.batch_seconds)
+        batches = min(len(winner.replay.batch_seconds), DUEL_BATCHES)
         pair = [(one.ranked, one.replay) for one in (winner, rival)]
         first, second = self._outcomes(pair, batches=batches, effort=effort, replicas=DUEL_REPLICAS)
         if first.replay is None and second.replay is None:
@@ -330,7 +330,7 @@ def final_effort(plans: Sequence[Plan]) -> str:
 def final_rounds(plans: Sequence[Plan]) -> tuple[tuple[int, float], ...]:
     """Batches and tolerance of each round of finalists."""
     most = max(plan.degrees.pipeline * plan.num_microbatches for plan in plans)
-    return FINAL_ROUNDS if most <= FEWER_BATCHES else FINAL_ROUNDS[:-1]
+    return FINAL_ROUNDS[: len(FINAL_ROUNDS) - sum(most > many for many in FEWER_BATCHES)]
 
 
 def _samples_on_ranks(plan: Plan) -> int:

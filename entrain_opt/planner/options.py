@@ -29,8 +29,8 @@ class PlanOptions:
         method: `cp-sat`, `ilp` (the same optimum through PuLP with HiGHS, else CBC; `ilp-highs` and `ilp-cbc` name the
             solver), `search` (dynamic programming over every choice) or `proportional` (the paper's Algorithm 2).
         policy: of the assigner that will run the plan.
-        schedule: order that will run the plan; `auto` is `eager_split` where that is faster than `eager` by more than
-            `candidates.WORTH_SPLITTING`, with what splitting a backward costs.
+        schedule: order that will run the plan; `auto` is `eager_split` where that is faster than `eager`, with what
+            splitting a backward costs.
         cost_model: `measured` or `analytic`.
         data_degree, pipeline_degree, num_microbatches: fixed by the user; None is searched.
         tensor_degrees: devices that may share a module's layers; the default is 1 only.

@@ -4,7 +4,8 @@
 2. A solver's optimum of the closed form (`cp_sat.py`, `ilp.py`, `search.py`), or the paper's rule (`proportional.py`).
 3. The best few candidates and their neighbours, replayed by the real assigner and simulator (`candidates.py`); the
    fastest is returned. The paper's rule is not improved, only replayed.
-4. Unless the schedule is given, the answer is replayed with split backwards, which it keeps if they pay.
+4. Unless the schedule is given, plans are compared with split backwards (`eager_split`), at the price of splitting; the
+   answer keeps them if it is slower without.
 
 Promise: identical inputs give identical plans; the plan fits in memory as far as the cost model knows.
 """
@@ -85,7 +86,7 @@ def solve_plan(
         stages=(StagePlan(module="llm", layers=(0, model.llm.num_layers), rank=0),),
         global_batch_size=global_batch_size,
         num_microbatches=1,
-        schedule="eager" if options.schedule == AUTO else options.schedule,
+        schedule="eager_split" if options.schedule == AUTO else options.schedule,
         policy=options.policy,
         frozen=frozen_parts(model),
     )
@@ -98,7 +99,7 @@ def solve_plan(
     if outcomes[0].replay is None:
         raise PlanError(f"plan: no candidate can be run. {outcomes[0].failure}")
     if options.schedule == AUTO:
-        outcomes = candidates.with_splits(outcomes)
+        outcomes = candidates.with_whole_backwards(outcomes)
     best = outcomes[0]
     assert best.replay is not None
     plan = replace(

@@ -10,7 +10,6 @@ from entrain_opt.cost import CostModel, Line
 from entrain_opt.errors import PlanError, WorkloadError
 from entrain_opt.plan import Plan
 from entrain_opt.planner import PlanOptions, solve_plan
-from entrain_opt.planner.candidates import WORTH_SPLITTING
 from entrain_opt.planner.options import METHODS
 from entrain_opt.planner.table import plan_sentences
 from entrain_opt.spec import ClusterSpec
@@ -82,11 +81,15 @@ def test_backwards_are_split_where_that_pays():
 
     cheap, dear, given = solved(0.0), solved(1.0), solved(0.0, schedule="eager")
     assert (cheap.schedule, dear.schedule, given.schedule) == ("eager_split", "eager", "eager")
-    assert cheap.stages == dear.stages == given.stages
-    assert cheap.predicted.iteration_seconds < given.predicted.iteration_seconds / (1 + WORTH_SPLITTING)
+    assert dear.stages == given.stages
+    assert cheap.predicted.iteration_seconds < given.predicted.iteration_seconds
     assert cheap.provenance.candidates[0]["predicted_seconds"] == cheap.predicted.iteration_seconds
-    for ours, theirs in zip(cheap.provenance.candidates[1:], given.provenance.candidates[1:], strict=True):
-        assert ours["stages"] == theirs["stages"]
+    # Where nothing is worth splitting, all plans are those of `eager`.
+    mine, theirs = (
+        [(entry["stages"], entry["outcome"].split(" (")[0]) for entry in plan.provenance.candidates]
+        for plan in (dear, given)
+    )
+    assert mine == theirs
 
 
 def test_what_the_user_fixes_stays_fixed():
