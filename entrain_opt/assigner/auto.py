@@ -34,6 +34,7 @@ from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
 from entrain_opt.plan import PipelineShape
+from entrain_opt.schedule.orders import SPLITTING_ORDERS
 
 #: Counts of microbatches that are tried, as parts of the number of samples: on most budgets, and on the smallest.
 _PARTS, _FEW_PARTS = (1.0, 0.75, 0.5, 0.375, 0.25), (1.0, 0.5, 0.25)
@@ -47,6 +48,8 @@ _LARGE, _SPREADS = 2.0, ((0.3, 0.7), (0.0, 0.6))
 START_TEMPERATURE = 0.0005
 #: What are few microbatches, as a part of the samples, and the part of the budget that goes to a start with few.
 FEW, FEW_SHARE = 0.4, 0.3
+#: How much longer an evaluation takes with weight gradients of their own.
+SPLIT_PRICE = 1.25
 #: Budgets below so many evaluations have no room for the slower starts, and for all counts.
 _SMALL_BUDGET, _SMALLEST_BUDGET = 100, 30
 
@@ -114,7 +117,7 @@ class _Search:
         self._most = work.num_samples if num_microbatches is None else num_microbatches
         self._evaluator = Evaluator(work, settings.schedule)
         self._state = random_state(settings.seed)
-        self.left = float(settings.evaluations)
+        self.left = settings.evaluations / (SPLIT_PRICE if settings.schedule in SPLITTING_ORDERS else 1.0)
 
     def seconds(self, layout: Layout) -> float:
         placement = layout.placement(self._work)

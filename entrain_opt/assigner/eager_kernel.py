@@ -331,7 +331,7 @@ def _lowest_ready(state: ByteArray, lowest: IntArray, kind: int, stage: int) -> 
     return unit
 
 
-@borrowing
+@inlined
 def _stage_that_goes_first(
     stages: IntArray, state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray,
     routes: IntArray, first_llm: int, microbatch: IntArray, llm_amount: IntArray, unit_amount: IntArray,

@@ -10,7 +10,7 @@ from entrain_opt.errors import AssignmentError
 from entrain_opt.schedule.orders import ORDERS
 
 #: Placements that are played through per replica, each counted by its microbatches as a part of the samples.
-EFFORTS: Mapping[str, int] = MappingProxyType({"least": 2, "brief": 12, "fast": 40, "default": 500, "thorough": 20000})
+EFFORTS: Mapping[str, int] = MappingProxyType({"least": 2, "brief": 12, "fast": 32, "default": 480, "thorough": 20000})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
