@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--split-share", type=float, default=0.0, help="of a backward, what splitting it adds")
     parser.add_argument("--plot", type=Path, help="write a picture of the iteration times here (needs chromium)")
     arguments = parser.parse_args()
     tables = read_tables(arguments.traces or TRACES)
@@ -183,7 +184,7 @@ def measure(
     baseline = next(contender for contender in contenders if contender.policy == BASELINE)
     results = []
     for drawn in source.draw(model, arguments.samples, arguments.draws, seed=arguments.seed):
-        costs, limited = pipeline.with_stages(drawn), pipeline.with_memory(drawn)
+        costs, limited = pipeline.with_stages(drawn, arguments.split_share), pipeline.with_memory(drawn)
         work = sample_work(costs, limited)
         evaluators = {contender.schedule: Evaluator(work, contender.schedule) for contender in contenders}
         balanced = balanced_1f1b_seconds(costs, limited, num_microbatches=count)

@@ -271,15 +271,22 @@ class EvenPipeline:
         shares = (of_encoder[encoder_on] / encoder_ranks, (1 - of_encoder[llm_on]) / (num_ranks - encoder_ranks))
         return cls(shape=shape, shares=tuple(np.concatenate(shares).tolist()))
 
-    def with_stages(self, costs: BatchCosts) -> BatchCosts:
-        """The same samples with the seconds of each stage."""
+    def with_stages(self, costs: BatchCosts, split_share: float = 0.0) -> BatchCosts:
+        """The same samples with the seconds of each stage.
+
+        Args:
+            costs: of whole modules.
+            split_share: what splitting a backward adds to it, as a part of it.
+        """
         even, first_llm = costs.stage_costs(self.shape), self.shape.num_encoder_stages
         forward = tuple(
             share * (costs.encoder_seconds if stage < first_llm else costs.llm_seconds)
             for stage, share in enumerate(self.shares)
         )
         backward = tuple(2 * f if has else 0 * f for f, has in zip(forward, self.shape.has_backward, strict=True))
-        return replace(costs, stages=replace(even, forward_seconds=forward, backward_seconds=backward))
+        shares = (split_share,) * self.shape.num_stages
+        stages = replace(even, forward_seconds=forward, backward_seconds=backward, split_share=shares)
+        return replace(costs, stages=stages)
 
     def with_memory(self, costs: BatchCosts) -> PipelineShape:
         """The same memory for every policy: what microbatches of the mean size need, and room for the largest sample.
