@@ -17,7 +17,7 @@ from entrain_opt.simulator import simulate
 from entrain_opt.simulator.timeline import KINDS
 
 #: The scheduler's ticks are this near to seconds in the cases here.
-ROUNDING_SECONDS = 1e-3
+ROUNDING_SECONDS = 1e-2
 
 
 def schedule(costs, assignment, shape, order, replica=0):
