@@ -42,7 +42,7 @@ def kill_in_backward(rank, of=1):
     from entrain_opt.runtime.executor import PipelineExecutor
 
     if rank == of:
-        at_call(PipelineExecutor, "_backward", 2, kill_self)
+        at_call(PipelineExecutor, "_keep_input_gradients", 2, kill_self)  # Of a whole or a split backward.
 
 
 def kill_in_checkpoint(rank):
