@@ -14,27 +14,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from entrain_opt.assigner.eager_choice import forward_that_may, lowest_ready, stage_that_goes_first, take
 from entrain_opt.assigner.eager_memory import (
     AMOUNT,
     BACKWARD_ROUTE,
     BASE,
     FORWARD_ROUTE,
-    HELD,
     LATEST,
     MICROBATCH,
-    NUM_HELD,
     NUM_UNITS,
     OLDEST,
     OPEN,
     READY,
     STARTED,
     UNFINISHED,
-    UNITS,
     UNSTARTED,
     UNSTARTED_AMOUNT,
     advance,
     amount_of,
-    forward_that_fits,
     release,
 )
 from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
@@ -143,24 +140,22 @@ def _run(
             is_touched[rank] = 0
             kind, unit, stage = _BACKWARD, NONE, first_stage[rank]
             if next_stage[stage] != NONE:
-                stage = _stage_that_goes_first(
+                stage = stage_that_goes_first(
                     stages, state, num_ready, lowest, held, turns, routes, first_llm, microbatch, llm_amount,
                     unit_amount, pair_first, pair_llm, source_first, sources, next_stage, stage, was_backward[rank],
                 )  # fmt: skip
             if num_ready[1, stage] == 0 or was_backward[rank]:
                 if num_ready[0, stage]:
-                    unit = _forward_that_may(
+                    unit = forward_that_may(
                         stages, state, lowest, held, turns, routes, first_llm, llm_amount, unit_amount, pair_first,
                         pair_llm, source_first, sources, stage,
                     )  # fmt: skip
                 if unit != NONE:
                     kind = _FORWARD
                     if stages[stage, LIMIT] != NONE:
-                        _take(
-                            held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit
-                        )
+                        take(held, turns, routes, first_llm, llm_amount, unit_amount, pair_first, pair_llm, stage, unit)
             if unit == NONE and num_ready[1, stage]:
-                unit = _lowest_ready(state, lowest, 1, stage)
+                unit = lowest_ready(state, lowest, 1, stage)
             if unit != NONE:
                 state[kind, stage, unit] = STARTED
                 num_ready[kind, stage] -= 1
@@ -319,89 +314,6 @@ def _ready(state: ByteArray, num_ready: IntArray, lowest: IntArray, kind: int, s
     state[kind, stage, unit] = READY
     num_ready[kind, stage] += 1
     lowest[kind, stage] = min(lowest[kind, stage], unit)
-
-
-@inlined
-def _lowest_ready(state: ByteArray, lowest: IntArray, kind: int, stage: int) -> int:
-    """The first ready unit of a stage that has any."""
-    unit = lowest[kind, stage]
-    while state[kind, stage, unit] != READY:
-        unit += 1
-    lowest[kind, stage] = unit
-    return unit
-
-
-@inlined
-def _stage_that_goes_first(
-    stages: IntArray, state: ByteArray, num_ready: IntArray, lowest: IntArray, held: IntArray, turns: IntArray,
-    routes: IntArray, first_llm: int, microbatch: IntArray, llm_amount: IntArray, unit_amount: IntArray,
-    pair_first: IntArray, pair_llm: IntArray, source_first: IntArray, sources: IntArray, next_stage: IntArray,
-    first_stage: int, was_backward: bool,
-) -> int:  # fmt: skip
-    """Of the stages of a rank, the one that runs next: the one with the earliest microbatch, nearest to the loss."""
-    best, earliest, stage = NONE, 0, first_stage
-    while stage != NONE:
-        if num_ready[1, stage]:
-            turn = microbatch[routes[stage, MICROBATCH] + _lowest_ready(state, lowest, 1, stage)]
-            if best == NONE or turn <= earliest:
-                best, earliest = stage, turn
-        stage = next_stage[stage]
-    if best != NONE and not was_backward:
-        return best
-    backward, best, stage = best, NONE, first_stage
-    while stage != NONE:
-        if num_ready[0, stage]:
-            turn = microbatch[routes[stage, MICROBATCH] + _lowest_ready(state, lowest, 0, stage)]
-            if best == NONE or turn <= earliest:
-                unit = _forward_that_may(
-                    stages, state, lowest, held, turns, routes, first_llm, llm_amount, unit_amount, pair_first,
-                    pair_llm, source_first, sources, stage,
-                )  # fmt: skip
-                turn = microbatch[routes[stage, MICROBATCH] + unit]
-                if unit != NONE and (best == NONE or turn <= earliest):
-                    best, earliest = stage, turn
-        stage = next_stage[stage]
-    if best != NONE:
-        return best
-    return backward if backward != NONE else first_stage
-
-
-@inlined
-def _forward_that_may(
-    stages: IntArray, state: ByteArray, lowest: IntArray, held: IntArray, turns: IntArray, routes: IntArray,
-    first_llm: int, llm_amount: IntArray, unit_amount: IntArray, pair_first: IntArray, pair_llm: IntArray,
-    source_first: IntArray, sources: IntArray, stage: int,
-) -> int:  # fmt: skip
-    """The next forward of a stage with ready ones; NONE if memory admits none."""
-    unit = _lowest_ready(state, lowest, 0, stage)
-    limit = stages[stage, LIMIT]
-    if limit == NONE:
-        return unit
-    if stage >= first_llm:
-        return NONE if held[stage, UNITS] and held[stage, AMOUNT] + llm_amount[unit] > limit else unit
-    return forward_that_fits(
-        stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, routes[stage, BASE],
-        routes[stage, NUM_UNITS], stage, unit,
-    )  # fmt: skip
-
-
-@inlined
-def _take(
-    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
-    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
-) -> None:  # fmt: skip
-    """A forward of a limited stage starts."""
-    amount = amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit)
-    held[stage, AMOUNT] += amount
-    held[stage, UNITS] += 1
-    if stage < first_llm:
-        turn = pair_llm[pair_first[routes[stage, BASE] + unit]]
-        turns[stage, turn, UNSTARTED] -= 1
-        turns[stage, turn, UNSTARTED_AMOUNT] -= amount
-        turns[stage, turn, HELD] += amount
-        turns[stage, turn, NUM_HELD] += 1
-        held[stage, LATEST] = max(held[stage, LATEST], turn)
-        advance(turns, held, stage, OPEN, UNSTARTED)
 
 
 @borrowing

@@ -89,15 +89,19 @@ class PartCosts:
     input_backward: Line = field(default_factory=Line)
     split_backward: Line | None = None
 
-    def backward_line(self, *, trained: bool, upstream_trained: bool) -> Line:
+    def backward_line(self, *, trained: bool, upstream_trained: bool, recompute: bool = False) -> Line:
         """What the backward pass costs, given what trains.
 
         Trained and asked for input gradients: about 2x the forward. Frozen with something trained upstream: input
         gradients only, about 1x. Trained with nothing trained upstream: weight gradients only. Else nothing.
         """
         if trained:
-            return self.backward if upstream_trained else self.backward.without(self.input_backward)
-        return self.input_backward if upstream_trained else Line()
+            backward = self.backward if upstream_trained else self.backward.without(self.input_backward)
+        elif upstream_trained:
+            backward = self.input_backward
+        else:
+            return Line()
+        return backward.plus(self.forward) if recompute else backward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from entrain_opt.cost.analytic import MESSAGE_LATENCY_SECONDS, analytic_costs
 from entrain_opt.cost.attention import mean_squares
 from entrain_opt.cost.context import context_costs
 from entrain_opt.cost.features import ItemFeatures, encoder_of_media, module_features
-from entrain_opt.cost.lines import Line, ModuleCosts, PartCosts
+from entrain_opt.cost.lines import Line, ModuleCosts
 from entrain_opt.cost.links import Links
 from entrain_opt.cost.messages import StageMessages
 from entrain_opt.cost.precision import find_precision
@@ -180,7 +180,7 @@ class CostModel:
         else:
             parts = (
                 costs.input.backward_line(trained=module.trained, upstream_trained=module.trained),
-                _recomputed(costs.layer, recompute, trained=module.trained, upstream_trained=upstream),
+                costs.layer.backward_line(trained=module.trained, upstream_trained=upstream, recompute=recompute),
                 costs.output.backward_line(trained=module.output_trained, upstream_trained=upstream),
             )
         return (
@@ -385,14 +385,11 @@ class CostModel:
         layer = self.module_costs(spec.name, how["tensor"], how["context"]).layer
         if stage.recompute or not spec.trained or layer.split_backward is None:
             return 0.0, 0.0
-        item = features[spec.name]
-        whole, split = (
-            (end - first) * float(item.layer_seconds(line, stage.layers).sum())
-            for line in (layer.backward, layer.split_backward)
-        )
-        total = float(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum())
-        fixed = (end - first) * (layer.split_backward.fixed_seconds - layer.backward.fixed_seconds)
-        return max(split - whole, 0.0) / total if total > 0 else 0.0, max(fixed, 0.0)
+        layers, item, lines = end - first, features[spec.name], (layer.backward, layer.split_backward)
+        whole, split = (layers * item.layer_seconds(line, stage.layers).sum() for line in lines)
+        total = max(self.stage_item_seconds(spec, stage.layers, item, backward=True, **how).sum(), 1e-300)
+        fixed = layers * (layer.split_backward.fixed_seconds - layer.backward.fixed_seconds)
+        return float(max(split - whole, 0.0) / total), max(fixed, 0.0)
 
 
 class _How(TypedDict):
@@ -401,9 +398,3 @@ class _How(TypedDict):
     tensor: int
     context: int
     recompute: bool
-
-
-def _recomputed(layer: PartCosts, recompute: bool, *, trained: bool, upstream_trained: bool) -> Line:
-    """A layer's backward, after another forward if its activations were not kept and it has a backward at all."""
-    backward = layer.backward_line(trained=trained, upstream_trained=upstream_trained)
-    return backward.plus(layer.forward) if recompute and (trained or upstream_trained) else backward

@@ -73,6 +73,7 @@ from entrain_opt.schedule.memory import (
     finish,
     fits,
     inside_window,
+    is_waited_for,
     keep_gradients,
     leave_window,
     move_oldest,
@@ -267,21 +268,11 @@ def _take_backward(
         count = len(slots)
         # What it saves the ranks that wait for its gradients.
         saved = durations[count + slot] - durations[3 * count + slot]
-        if saved <= 0 or (rules[SPLIT_FOR_WAITING] and not _is_waited_for(stages, slots, links, ranks, slot, rank)):
+        if saved <= 0 or (rules[SPLIT_FOR_WAITING] and not is_waited_for(stages, slots, links, ranks, slot, rank)):
             slots[slot, SPLIT] = WHOLE
         else:
             keep_gradients(stages, slots, slot)
     return slot
-
-
-@inlined
-def _is_waited_for(stages: IntArray, slots: IntArray, links: IntArray, ranks: IntArray, slot: int, rank: int) -> bool:
-    """Whether gradients of a slot go to another rank that has no backward to run."""
-    for i in range(slots[slot, BACKWARD], slots[slot, BACKWARD_END]):
-        other = stages[slots[links[i], STAGE], RANK]
-        if other != rank and ranks[other, NUM_READY_BACKWARD] == 0:
-            return True
-    return False
 
 
 @inlined

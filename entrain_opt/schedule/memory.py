@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from entrain_opt.compiled import compiled
 from entrain_opt.schedule.columns import (
     AMOUNT,
+    BACKWARD,
+    BACKWARD_END,
     DEPTH,
     ENTRY_LIMIT,
     FIRST_LLM_STAGE,
@@ -26,8 +28,10 @@ from entrain_opt.schedule.columns import (
     NUM_HELD,
     NUM_HELD_OF_TURN,
     NUM_READY,
+    NUM_READY_BACKWARD,
     OLDEST,
     POSITION,
+    RANK,
     REACH,
     SPLIT,
     STAGE,
@@ -166,3 +170,13 @@ def leave_window(stages: IntArray, stage: int) -> None:
     """A unit is no longer in flight: its input gradients are done, or it has none."""
     stages[stage, IN_FLIGHT] -= 1
     stages[stages[stage, GROUP], GROUP_IN_FLIGHT] -= 1
+
+
+@compiled
+def is_waited_for(stages: IntArray, slots: IntArray, links: IntArray, ranks: IntArray, slot: int, rank: int) -> bool:
+    """Whether gradients of a slot go to another rank that has no backward to run."""
+    for i in range(slots[slot, BACKWARD], slots[slot, BACKWARD_END]):
+        other = stages[slots[links[i], STAGE], RANK]
+        if other != rank and ranks[other, NUM_READY_BACKWARD] == 0:
+            return True
+    return False
