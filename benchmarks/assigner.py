@@ -39,6 +39,7 @@ from assigner_data import (
 from entrain_opt import PipelineShape
 from entrain_opt.assigner import POLICIES, Placement, assign_microbatches, sample_work, split_replicas
 from entrain_opt.assigner.evaluate import Evaluator
+from entrain_opt.assigner.exact import work_seconds
 from entrain_opt.assigner.settings import EFFORTS
 from entrain_opt.assigner.statistics import AssignmentStatistics, assignment_statistics
 from entrain_opt.assignment import Assignment, BatchCosts
@@ -188,7 +189,7 @@ def measure(
         work = sample_work(costs, limited)
         evaluators = {contender.schedule: Evaluator(work, contender.schedule) for contender in contenders}
         balanced = balanced_1f1b_seconds(costs, limited, num_microbatches=count)
-        busiest = busiest_rank_seconds(costs, limited)
+        busiest = work_seconds(work)
         in_order = assignment_statistics(costs, baseline.assign(costs, limited, count), limited)
         for contender in contenders:
             started = time.process_time()
@@ -218,14 +219,6 @@ def measure(
                 )
             )
     return results
-
-
-def busiest_rank_seconds(costs: BatchCosts, shape: PipelineShape) -> float:
-    """Forwards and backwards of the rank that has most of them."""
-    stages, seconds = costs.stage_costs(shape), np.zeros(shape.num_ranks)
-    for stage, rank in enumerate(shape.ranks_of_stages):
-        seconds[rank] += stages.forward_seconds[stage].sum() + stages.backward_seconds[stage].sum()
-    return float(seconds.max())
 
 
 def placement_of(assignment: Assignment) -> Placement:

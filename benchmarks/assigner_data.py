@@ -278,14 +278,14 @@ class EvenPipeline:
             costs: of whole modules.
             split_share: what splitting a backward adds to it, as a part of it.
         """
-        even, first_llm = costs.stage_costs(self.shape), self.shape.num_encoder_stages
-        forward = tuple(
-            share * (costs.encoder_seconds if stage < first_llm else costs.llm_seconds)
-            for stage, share in enumerate(self.shares)
+        even, encoder_stages = costs.stage_costs(self.shape), self.shape.num_encoder_stages
+        counts = [encoder_stages] * encoder_stages + [self.shape.llm_stages] * self.shape.llm_stages
+        forward, backward = (
+            tuple(share * count * seconds for share, count, seconds in zip(self.shares, counts, each, strict=True))
+            for each in (even.forward_seconds, even.backward_seconds)
         )
-        backward = tuple(2 * f if has else 0 * f for f, has in zip(forward, self.shape.has_backward, strict=True))
-        shares = (split_share,) * self.shape.num_stages
-        stages = replace(even, forward_seconds=forward, backward_seconds=backward, split_share=shares)
+        prices = (split_share,) * self.shape.num_stages
+        stages = replace(even, forward_seconds=forward, backward_seconds=backward, split_share=prices)
         return replace(costs, stages=stages)
 
     def with_memory(self, costs: BatchCosts) -> PipelineShape:

@@ -33,7 +33,6 @@ from entrain_opt.assigner.random_numbers import random_state
 from entrain_opt.assigner.settings import SearchSettings
 from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
-from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule.orders import SPLITTING_ORDERS
 
 #: Counts of microbatches that are tried, as parts of the number of samples: on most budgets, and on the smallest.
@@ -161,7 +160,7 @@ class _Level:
         loads = normalised_loads(work)
         llm = np.bincount(self._microbatch, weights=loads[:, 1], minlength=self._count)
         self._rising = np.argsort(llm, kind="stable")
-        self._is_flow_shop = _encodes_without_gradients(work.shape)
+        self._is_flow_shop = work.shape.num_encoders > 0 and not work.shape.any_encoder_has_backward
         self._spread = media_spread(work, loads[:, 0] * self._count)
 
     @cached_property
@@ -236,10 +235,6 @@ def spread_large(order: IntArray, size: FloatArray, is_large: NDArray[np.bool_],
     done = np.cumsum(size[small])
     wanted = first + (last - first) * (np.arange(len(large)) + 0.5) / len(large)
     return np.insert(small, np.searchsorted(done, wanted * done[-1]), large)
-
-
-def _encodes_without_gradients(shape: PipelineShape) -> bool:
-    return shape.num_encoders > 0 and not any(shape.encoder_has_backward(e) for e in range(shape.num_encoders))
 
 
 def media_spread(work: SampleWork, encoder_load: FloatArray) -> IntArray:

@@ -69,7 +69,7 @@ def _stretch(work: SampleWork, count: int) -> float:
     shape = work.shape
     stretch = 1.0
     needs = [(work.tokens, shape.tokens_limit, shape.llm_stages)]
-    if any(shape.encoder_has_backward(encoder) for encoder in range(shape.num_encoders)):
+    if shape.any_encoder_has_backward:
         needs.append((work.patches, shape.patches_limit, max(shape.encoder_stage_counts) + shape.llm_stages))
     for amounts, limit, depth in needs:
         if limit and amounts.any():

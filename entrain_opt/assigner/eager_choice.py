@@ -1,4 +1,4 @@
-"""What a rank of the fast evaluation (`eager_kernel.py`) runs next, and the memory that it takes.
+"""What a rank of the fast evaluation (`eager_kernel.py`) runs next.
 
 Price: O(stages of the rank) per question, and what memory asks (`eager_memory.py`).
 """
@@ -11,18 +11,10 @@ from numpy.typing import NDArray
 from entrain_opt.assigner.eager_memory import (
     AMOUNT,
     BASE,
-    HELD,
-    LATEST,
     MICROBATCH,
-    NUM_HELD,
     NUM_UNITS,
-    OPEN,
     READY,
     UNITS,
-    UNSTARTED,
-    UNSTARTED_AMOUNT,
-    advance,
-    amount_of,
     forward_that_fits,
 )
 from entrain_opt.compiled import inlined
@@ -94,22 +86,3 @@ def forward_that_may(
         stages, state, held, turns, unit_amount, pair_first, pair_llm, source_first, sources, routes[stage, BASE],
         routes[stage, NUM_UNITS], stage, unit,
     )  # fmt: skip
-
-
-@inlined
-def take(
-    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
-    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
-) -> None:  # fmt: skip
-    """A forward of a limited stage starts."""
-    amount = amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit)
-    held[stage, AMOUNT] += amount
-    held[stage, UNITS] += 1
-    if stage < first_llm:
-        turn = pair_llm[pair_first[routes[stage, BASE] + unit]]
-        turns[stage, turn, UNSTARTED] -= 1
-        turns[stage, turn, UNSTARTED_AMOUNT] -= amount
-        turns[stage, turn, HELD] += amount
-        turns[stage, turn, NUM_HELD] += 1
-        held[stage, LATEST] = max(held[stage, LATEST], turn)
-        advance(turns, held, stage, OPEN, UNSTARTED)

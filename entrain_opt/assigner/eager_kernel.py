@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from entrain_opt.assigner.eager_choice import forward_that_may, lowest_ready, stage_that_goes_first, take
+from entrain_opt.assigner.eager_choice import forward_that_may, lowest_ready, stage_that_goes_first
 from entrain_opt.assigner.eager_memory import (
     AMOUNT,
     BACKWARD_ROUTE,
@@ -33,6 +33,7 @@ from entrain_opt.assigner.eager_memory import (
     advance,
     amount_of,
     release,
+    take,
 )
 from entrain_opt.assigner.pipeline_columns import FIRST_STAGE, NUM_STAGES
 from entrain_opt.compiled import borrowing, compiled, inlined

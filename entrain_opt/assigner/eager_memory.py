@@ -28,6 +28,25 @@ UNSTARTED, UNSTARTED_AMOUNT, HELD, NUM_HELD, UNFINISHED = range(5)
 
 
 @inlined
+def take(
+    held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
+    pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,
+) -> None:  # fmt: skip
+    """A forward of a limited stage starts."""
+    amount = amount_of(routes, first_llm, llm_amount, unit_amount, stage, unit)
+    held[stage, AMOUNT] += amount
+    held[stage, UNITS] += 1
+    if stage < first_llm:
+        turn = pair_llm[pair_first[routes[stage, BASE] + unit]]
+        turns[stage, turn, UNSTARTED] -= 1
+        turns[stage, turn, UNSTARTED_AMOUNT] -= amount
+        turns[stage, turn, HELD] += amount
+        turns[stage, turn, NUM_HELD] += 1
+        held[stage, LATEST] = max(held[stage, LATEST], turn)
+        advance(turns, held, stage, OPEN, UNSTARTED)
+
+
+@inlined
 def release(
     held: IntArray, turns: IntArray, routes: IntArray, first_llm: int, llm_amount: IntArray, unit_amount: IntArray,
     pair_first: IntArray, pair_llm: IntArray, stage: int, unit: int,

@@ -18,6 +18,7 @@ from entrain_opt.assigner.work import Placement, SampleWork
 from entrain_opt.assignment import FloatArray, IntArray
 from entrain_opt.plan import PipelineShape
 from entrain_opt.schedule import columns as c
+from entrain_opt.schedule.admission import Rule
 from entrain_opt.schedule.dispatch import pipeline_arrays
 from entrain_opt.schedule.graph import work_graph
 from entrain_opt.schedule.orders import SPLITTING_ORDERS, TIMED_ORDERS, even_ticks, fixed_rule, memory_limits
@@ -64,7 +65,8 @@ class Evaluator:
         # The order's rule and the stages' limits are those of every schedule; units come with each placement.
         no_units = work_graph(ReplicaWork(encoder_units=(), llm_units=(), num_microbatches=0), shape)
         limits, _ = memory_limits(no_units, costs)
-        template = pipeline_arrays(no_units, fixed_rule(no_units, order), limits, [])
+        rule = fixed_rule(no_units, order)
+        template = pipeline_arrays(no_units, rule, limits, [])
         self._work = (
             np.column_stack([costs.media_sample[rows], costs.encoder_index[rows], costs.patches[rows]]).astype(
                 np.int64
@@ -76,9 +78,9 @@ class Evaluator:
             _encoders(shape),
             template.stages,
         )
-        self._settings = _settings(shape, order)
-        # The common cases have an evaluation of their own.
-        as_eager = order in ("eager", "eager_split") or (order == "zero_bubble" and None not in shape.stage_limits)
+        self._settings = _settings(shape, order, rule)
+        # Orders that work ahead as far as memory allows have an evaluation of their own.
+        as_eager = order in TIMED_ORDERS and all(depth is None for depth in rule.depth)
         self._rules = None if as_eager and not general else template.rules
         self._media_first = np.searchsorted(costs.media_sample[rows], np.arange(work.num_samples + 1)).astype(np.int64)
         weights = np.sqrt(normalised_loads(work).max(axis=1))
@@ -149,11 +151,11 @@ def _encoders(shape: PipelineShape) -> IntArray:
     return encoders
 
 
-def _settings(shape: PipelineShape, order: str) -> IntArray:
+def _settings(shape: PipelineShape, order: str, rule: Rule) -> IntArray:
     settings = np.zeros(p.NUM_SETTINGS, dtype=np.int64)
     settings[p.PATCHES_LIMIT] = c.NONE if shape.patches_limit is None else shape.patches_limit
     settings[p.TOKENS_LIMIT] = c.NONE if shape.tokens_limit is None else shape.tokens_limit
     settings[p.TIMED] = order in TIMED_ORDERS
     settings[p.SPLIT_BACKWARD] = order in SPLITTING_ORDERS
-    settings[p.SPLIT_FOR_WAITING] = order == "eager_split"
+    settings[p.SPLIT_FOR_WAITING] = rule.split_for_waiting
     return settings

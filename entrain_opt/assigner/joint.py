@@ -42,7 +42,7 @@ def place_joint(work: SampleWork, num_microbatches: int) -> Placement:
     loads = normalised_loads(work)
     order = peaks_in_the_middle(work, microbatch, count)
     microbatch = np.argsort(order)[microbatch]
-    trained = any(work.shape.encoder_has_backward(encoder) for encoder in range(work.shape.num_encoders))
+    trained = work.shape.any_encoder_has_backward
     llm = microbatch.copy()
     defer_peaks(
         loads[:, 1] * count,

@@ -80,7 +80,7 @@ def context_costs(
             forward=divided(part_costs.forward, forward),
             backward=divided(part_costs.backward, backward),
             input_backward=divided(part_costs.input_backward, backward),
-            split_backward=part_costs.split_backward and divided(part_costs.split_backward, backward),
+            split_backward=None if (split := part_costs.split_backward) is None else divided(split, backward),
         )
 
     return ModuleCosts(

@@ -93,7 +93,8 @@ class PartCosts:
         """What the backward pass costs, given what trains.
 
         Trained and asked for input gradients: about 2x the forward. Frozen with something trained upstream: input
-        gradients only, about 1x. Trained with nothing trained upstream: weight gradients only. Else nothing.
+        gradients only, about 1x. Trained with nothing trained upstream: weight gradients only. Else nothing. With
+        `recompute` another forward comes first, because activations were not kept.
         """
         if trained:
             backward = self.backward if upstream_trained else self.backward.without(self.input_backward)

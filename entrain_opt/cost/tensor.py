@@ -61,7 +61,7 @@ def divided_costs(
             forward=divided(part_costs.forward, 1, forward),
             backward=divided(part_costs.backward, 2, backward),
             input_backward=divided(part_costs.input_backward, 1, backward),
-            split_backward=part_costs.split_backward and divided(part_costs.split_backward, 2, backward),
+            split_backward=None if (split := part_costs.split_backward) is None else divided(split, 2, backward),
         )
 
     norms = 2 * replicated_layer_bytes(module) / device.memory_bytes_per_second

@@ -129,6 +129,10 @@ class PipelineShape:
                 return encoder
         return None
 
+    @property
+    def any_encoder_has_backward(self) -> bool:
+        return any(self.encoder_has_backward(encoder) for encoder in range(self.num_encoders))
+
     def encoder_has_backward(self, encoder: int) -> bool:
         """Whether the language model returns gradients to this encoder (its last stage has a backward pass)."""
         return self.has_backward[self.stages_of_encoder(encoder)[-1]]

@@ -133,7 +133,7 @@ class Candidates:
                     self.replayer.replay(plan, num_batches=batches, num_replicas=REPLICAS, effort=effort)
                     for plan in (best.replay.plan, whole)
                 )
-            except PlanError:
+            except PlanError:  # It only runs with split backwards.
                 return outcomes
             if split.seconds * (1 + worth) < found.seconds:
                 return outcomes

@@ -30,6 +30,8 @@ from entrain_opt.workload.media import media_rule
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 _MOST_ROUNDS = 9
 _SPLIT = "split_backward"
+#: One in so many rounds times all directions.
+_SPARSE = 3
 
 
 class MeasureWorker:
@@ -66,15 +68,19 @@ class MeasureWorker:
         timed: dict[tuple[str, int], list[float]] = {}
         for number in range(rounds):
             self._barrier()
-            # Input gradients of what trains are needed for split backwards only: fewer rounds will do.
-            for key, seconds in self._round(pieces, every_direction=number % 3 == 0).items():
+            # What is needed for split backwards only: fewer rounds will do.
+            for key, seconds in self._round(pieces, every_direction=number % _SPARSE == 0).items():
                 timed.setdefault(key, []).append(seconds)
         passes: dict[str, list[list[float]]] = {}
         for (name, index), seconds_of_rounds in timed.items():
             piece = pieces[index]
             seconds = statistics.median(seconds_of_rounds)
-            if name.endswith(_SPLIT):  # A ratio, because two times on a busy machine differ by more than these do.
-                seconds *= statistics.median(timed[f"{piece.name} backward", index])
+            if name.endswith(_SPLIT):  # Times of different rounds differ by more than splitting costs.
+                whole = timed[f"{piece.name} backward", index]
+                ratios = [
+                    split / max(one, 1e-9) for split, one in zip(seconds_of_rounds, whole[::_SPARSE], strict=True)
+                ]
+                seconds = statistics.median(ratios) * statistics.median(whole)
             row = [piece.squares, piece.tokens, piece.segments, seconds / piece.layers]
             passes.setdefault(name, []).append(row)
         passes["step"] = [self._step()]
@@ -84,7 +90,7 @@ class MeasureWorker:
         return passes
 
     def _round(self, pieces: list[Piece], *, every_direction: bool = False) -> dict[tuple[str, int], float]:
-        """Every pass once: (name, index of its piece) -> seconds; of a split backward the ratio to the whole one."""
+        """Every pass once: (name, index of its piece) -> seconds."""
         timed: dict[tuple[str, int], float] = {}
         for index, piece in enumerate(pieces):
             inputs_only = piece.upstream and (every_direction or not piece.trained)
@@ -96,8 +102,7 @@ class MeasureWorker:
                 timed.setdefault((f"{piece.name} forward", index), forward)
                 timed[f"{piece.name} {direction}", index] = backward
             if piece.trained and piece.upstream and every_direction and piece.name.endswith(" layer"):
-                _, split = self._time(piece, weights=True, grad=True, split=True)
-                timed[f"{piece.name} {_SPLIT}", index] = split / max(timed[f"{piece.name} backward", index], 1e-9)
+                _, timed[f"{piece.name} {_SPLIT}", index] = self._time(piece, weights=True, grad=True, split=True)
         return timed
 
     def _time(self, piece: Piece, *, weights: bool, grad: bool, split: bool = False) -> tuple[float, float]:

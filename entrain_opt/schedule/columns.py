@@ -33,9 +33,9 @@ STAGE_COLUMNS = 20
 
 # Slots: [n, SLOT_COLUMNS]. FORWARD, BACKWARD and TURNS are ranges of links: who needs the slot's output, who gets
 # gradients from it, which turns need it. SEQUENCE: row i of a stage names the slot that runs i-th; POSITION: its
-# reverse. SPLIT: how the backward runs; WHOLE is what the scheduler makes of SPLITS where that gains nothing, or where
-# memory is short.
-NOT_SPLIT, SPLITS, WHOLE = range(3)
+# reverse. SPLIT: how the backward runs; the scheduler makes WHOLE of SPLITS where that gains nothing, or where memory
+# is short.
+WHOLE, SPLITS = range(2)
 STAGE, AMOUNT, SPLIT, FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, TURNS, TURNS_END = range(9)
 SEQUENCE, POSITION, FORWARD_KEY, BACKWARD_KEY, STARTED, MISSING_FORWARD, MISSING_BACKWARD, SLOT_COLUMNS = range(9, 17)
 

@@ -7,7 +7,7 @@ input gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,13 @@ TICKS = 1 << 20
 class SlotSeconds:
     """[slots] seconds of each operation, and of sending a slot's output (or the gradient back) to another rank.
 
-    `backward_input` is what a split backward takes but for its weight gradients; `split` is the part of it that a
-    whole backward would not take.
+    `backward_input` is what a split backward takes but for its weight gradients, the price of splitting included.
     """
 
     forward: FloatArray
     backward: FloatArray
     backward_input: FloatArray
     weight: FloatArray
-    split: FloatArray
     transfer: FloatArray
 
     def operations(self, split: set[int]) -> FloatArray:
@@ -65,17 +63,20 @@ def slot_seconds(graph: WorkGraph, costs: BatchCosts, stages: StageCosts | None 
             known[key] = sum_over_units(graph, stage, values)
         return known[key]
 
-    columns: dict[str, list[FloatArray]] = {"forward": [], "backward": [], "weight": [], "split": [], "transfer": []}
+    columns: dict[str, list[FloatArray]] = {column.name: [] for column in fields(SlotSeconds)}
     for stage in range(graph.shape.num_stages):
-        backward = sums(stage, stages.backward_seconds[stage])
+        by_items = sums(stage, stages.backward_seconds[stage])
+        backward, weight = (
+            by_items + stages.backward_fixed_seconds[stage],
+            by_items * stages.weight_gradient_share[stage],
+        )
         share, fixed = stages.split_costs(stage)
-        columns["split"].append(share * backward + fixed)
         columns["forward"].append(sums(stage, stages.forward_seconds[stage]) + stages.forward_fixed_seconds[stage])
-        columns["backward"].append(backward + stages.backward_fixed_seconds[stage])
-        columns["weight"].append(backward * stages.weight_gradient_share[stage])
+        columns["backward"].append(backward)
+        columns["backward_input"].append(backward - weight + share * by_items + fixed)
+        columns["weight"].append(weight)
         columns["transfer"].append(sums(stage, stages.send_seconds[stage]) + stages.send_fixed_seconds)
-    joined = {name: np.concatenate(arrays) for name, arrays in columns.items()}
-    return SlotSeconds(backward_input=joined["backward"] - joined["weight"] + joined["split"], **joined)
+    return SlotSeconds(**{name: np.concatenate(arrays) for name, arrays in columns.items()})
 
 
 def to_ticks(seconds: FloatArray, longest_seconds: float) -> NDArray[np.int64]:
